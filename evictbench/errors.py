@@ -1,0 +1,6 @@
+"""Errors that are sentences."""
+
+
+class UserError(Exception):
+    """Something the user can put right. The message is one complete sentence; the command line prints it
+    on stderr and exits with code 2, without a traceback."""

@@ -1,0 +1,1 @@
+"""One eviction policy a file; found by the engine through the entry-point group `evictbench.policies`."""
