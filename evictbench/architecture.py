@@ -1,0 +1,139 @@
+"""Which models can be measured: plain softmax attention in every layer, a key and a value per KV head."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+PLAIN_LAYERS = {"full_attention", "attention"}
+
+LAYER_KINDS = {
+    "sliding_attention": "sliding-window attention",
+    "chunked_attention": "chunked attention",
+    "linear_attention": "linear attention",
+    "mamba": "linear attention",
+    "conv": "convolution",
+    "indexed_attention": "indexed sparse attention",
+}
+"""`layer_types` of configs, in words. Kinds that are not listed are refused under their own name."""
+
+REFUSED_SETTINGS = {
+    "kv_lora_rank": "multi-head latent attention, whose cache has no keys and values per head",
+    "num_kv_shared_layers": "layers that share the keys and values of others",
+    "cross_attention_layers": "cross-attention layers",
+    "attn_logit_softcapping": "soft-capped attention logits",
+}
+"""Config settings that, when set, change what attention is or what its cache holds."""
+
+REFUSED_TYPES = {
+    "diffllama": "differential attention",
+    "doge": "dynamic-mask attention",
+    "minimax_m3_vl_text": "block-sparse attention",
+}
+"""Model types whose attention differs in a way that no setting shows."""
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise UserError for a model that is not plain softmax attention, naming the layers or the feature."""
+    text: Any = config.get_text_config(decoder=True)
+    kind = text.model_type
+    if config.is_encoder_decoder:
+        raise _refusal(kind, "it is an encoder-decoder")
+    odd = _odd_layers(text)
+    if odd:
+        parts = [f"{len(layers)} have {what} ({_ranges(layers)})" for what, layers in odd.items()]
+        raise _refusal(kind, f"of its {text.num_hidden_layers} layers " + ", and ".join(parts))
+    if getattr(text, "is_heterogeneous", False):
+        raise _refusal(kind, "its layers differ from each other in shape")
+    for setting, meaning in REFUSED_SETTINGS.items():
+        if getattr(text, setting, None):
+            raise _refusal(kind, f"it has {meaning} ({setting} is set in its config)")
+    if kind in REFUSED_TYPES:
+        raise _refusal(kind, f"it has {REFUSED_TYPES[kind]}")
+    _check_model_class(config)
+
+
+def check_attention_interface(model_class: Any, kind: str) -> None:
+    """Raise UserError for a model class whose attention transformers' interface cannot replace."""
+    if not (
+        getattr(model_class, "_supports_attention_backend", False)
+        and model_class._can_set_attn_implementation()
+    ):
+        raise _refusal(kind, "its attention does not go through transformers' attention interface")
+
+
+def context_window(config: PretrainedConfig) -> int:
+    """Tokens that the model reads at most, the answer included; RoPE scaling set in the config counts."""
+    text: Any = config.get_text_config(decoder=True)
+    window = getattr(text, "max_position_embeddings", None)
+    if not window:
+        raise UserError(
+            f"The config of this {text.model_type} model does not say how long its context window is."
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in {"yarn", "linear", "dynamic"} and rope.get("factor"):
+        original = rope.get("original_max_position_embeddings") or window
+        window = max(window, original * rope["factor"])
+    return int(window)
+
+
+def _check_model_class(config: PretrainedConfig) -> None:
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MASKED_LM_MAPPING,
+    )
+
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise _refusal(config.model_type, "it is an encoder")
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        check_attention_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.model_type)
+    elif "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+        raise _refusal(config.model_type, "it is not a causal language model")
+
+
+def _odd_layers(text: Any) -> dict[str, list[int]]:
+    """Layers that are not plain attention, by kind, in words."""
+    try:
+        window = getattr(text, "sliding_window", None)
+    except RuntimeError:  # set per layer
+        window = None
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if not kinds:
+        # A window as long as the model's context never slides.
+        slides = window and getattr(text, "use_sliding_window", True) and window < context_window(text)
+        layers = getattr(text, "num_hidden_layers", 0)
+        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+    odd: dict[str, list[int]] = defaultdict(list)
+    for layer, kind in enumerate(kinds):
+        if kind not in PLAIN_LAYERS:
+            words = LAYER_KINDS.get(kind, f"`{kind}`")
+            odd[f"{words} of {window} tokens" if kind == "sliding_attention" and window else words].append(
+                layer
+            )
+    return dict(odd)
+
+
+def _ranges(layers: list[int]) -> str:
+    """[0, 1, 2, 4, 6] -> "layers 0-2, 4, 6"; shortened where it would fill the line."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], layer]
+        else:
+            runs.append([layer])
+    words = ["-".join(map(str, run)) for run in runs]
+    if len(words) > 8:
+        words = [*words[:6], "...", words[-1]]
+    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(words)
+
+
+def _refusal(kind: str, reason: str) -> UserError:
+    return UserError(
+        f"This model ({kind}) cannot be measured: {reason}. Only plain softmax attention with keys and "
+        "values per head is supported."
+    )

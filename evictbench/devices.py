@@ -1,0 +1,117 @@
+"""Where a model's weights go: one GPU, all of them, or the CPU; decided from their size, before loading."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+SPREAD = ("balanced", "sequential")
+"""Devices that are accelerate's ways to lay one model's layers out over all GPUs."""
+
+WEIGHTS_SHARE = 0.7
+"""Share of one GPU's memory that weights may fill before `auto` spreads them: the rest is for caches."""
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for a device that does not exist, or is not on this machine."""
+    import torch
+
+    if device == "auto":
+        return
+    if device in SPREAD:
+        if not torch.cuda.is_available():
+            raise UserError(f"--device {device} spreads a model over GPUs, and torch sees none here.")
+        return
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"There is no device {device!r}: say auto, cpu, cuda, cuda:N, mps, {' or '.join(SPREAD)}."
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device} needs a CUDA GPU, and torch {torch.__version__} sees none here.")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), from cuda:0 on."
+        )
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps needs an Apple GPU, and torch sees none here.")
+    if chosen.type not in {"cpu", "cuda", "mps"}:
+        raise UserError(f"The device {device} cannot be used: say auto, cpu, cuda, cuda:N or mps.")
+
+
+def device_map(
+    device: str, files: list[Path], config: PretrainedConfig, dtype: str
+) -> str | dict[str, str] | None:
+    """The `device_map` to load the safetensors `files` with, as transformers takes it; None is the CPU.
+
+    "auto" is one GPU if the weights fill no more than WEIGHTS_SHARE of it, else all GPUs, else the CPU.
+    """
+    import torch
+
+    if device in SPREAD:
+        return device
+    if device != "auto":
+        return None if device == "cpu" else {"": device}
+    if not torch.cuda.is_available():
+        return None
+    gpus = range(torch.cuda.device_count())
+    memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
+    return gpu_map(weight_bytes(files, config, dtype), memory)
+
+
+def gpu_map(weights: int, gpus: list[int]) -> str | dict[str, str]:
+    """What "auto" is for so many bytes of weights and the bytes of each GPU.
+
+    Raises UserError where all GPUs together are too small: layers parked in main memory would be measured as
+    slowness of the policy.
+    """
+    usable = 0.9 * sum(gpus)
+    if len(gpus) > 1 and WEIGHTS_SHARE * gpus[0] < weights <= usable:
+        return "auto"
+    if weights <= 0.9 * gpus[0]:
+        return {"": "cuda:0"}
+    raise UserError(
+        f"The weights take {weights / 2**30:.1f} GiB, and the GPUs have room for {usable / 2**30:.1f} GiB: "
+        "choose a smaller dtype, more GPUs, or --device cpu."
+    )
+
+
+def refuse_offloading(model: PreTrainedModel, name: str) -> None:
+    """Raise UserError if accelerate parked layers of a spread model in main memory or on disk."""
+    layers = getattr(model, "hf_device_map", None) or {}
+    if len(set(layers.values())) > 1 and {"cpu", "disk"} & {str(place) for place in layers.values()}:
+        raise UserError(
+            f"The GPUs have no room for all of {name}: choose a smaller dtype, more GPUs, or --device cpu."
+        )
+
+
+def weight_bytes(files: list[Path], config: PretrainedConfig, dtype: str) -> int:
+    """Memory that the weights will take in `dtype`; as stored where they are quantised."""
+    import torch
+
+    tensors = [tensor for file in files for tensor in _tensors(file)]
+    if getattr(config, "quantization_config", None):
+        return sum(stored for _, stored in tensors)
+    chosen: Any = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    return int(sum(elements for elements, _ in tensors) * (chosen or torch.float32).itemsize)
+
+
+def _tensors(file: Path) -> Iterator[tuple[int, int]]:
+    """(elements, stored bytes) of every tensor in a safetensors file, from its header."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            start, end = tensor["data_offsets"]
+            yield math.prod(tensor["shape"]), end - start
