@@ -102,12 +102,12 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
             priority=st.just(priority),
             seed=st.integers(0, 5),
             sinks=st.sampled_from([4, 0, 1]),
-            recent=st.sampled_from([3, 1, 8, 32]),
+            recent=st.sampled_from([3, 1, 2, 8, 32]),
         )
     if name == "snapkv":
         return st.builds(
             SnapKV,
-            window=st.sampled_from([4, 1, 8, 32]),
+            window=st.sampled_from([4, 1, 2, 3, 8, 32]),
             kernel=st.sampled_from([3, 1, 7]),
             pool=st.sampled_from(["max", "avg"]),
             group=group,
@@ -125,10 +125,13 @@ def cases(
     Flat models, where all scores tie exactly, only for tova: elsewhere ties hang on the order of summation.
     """
     rule = draw(rules(name, priority))
-    length = draw(st.integers(1, 40))
+    # Half of the prompts long enough for evictions that say something.
+    length = draw(st.one_of(st.integers(20, 40), st.integers(1, 40)))
     kv_heads, groups = draw(st.sampled_from([(2, 2), (2, 3), (1, 4), (4, 1)]))
     least = rule.least_budget
     budgets: list[st.SearchStrategy[int | float | None]] = [st.integers(least, max(least, 48))]
+    if least < 8:
+        budgets.append(st.integers(8, 20))
     if least < 24:
         budgets.append(st.integers(least, 24))
     if least <= 32:

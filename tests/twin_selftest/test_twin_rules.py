@@ -303,6 +303,19 @@ def test_snapkv_reselects_when_full():
             assert kept[-4:] == list(range(seen - 4, seen))
 
 
+@pytest.mark.parametrize(("budget", "kept"), [(7, 6), (8, 7), (15, 14), (16, 14), (23, 21), (1036, 908)])
+def test_snapkv_leaves_an_eighth_free_and_at_most_128(budget, kept):
+    trace = simulate(
+        tiny_model("llama", 9, 1, 1, 1),
+        SnapKV(window=2, kernel=3),
+        random_tokens(budget),
+        0,
+        budget,
+        chunk=budget,
+    )
+    assert len(trace.kept[budget][0, 0]) == kept
+
+
 def test_snapkv_reselection_by_hand():
     """At 43 seen: the last four queries over the 24 keys then held, the denominators of those alone."""
     model = tiny_model("llama", 9)
