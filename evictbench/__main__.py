@@ -1,0 +1,5 @@
+"""`python -m evictbench` is the `evictbench` command."""
+
+from evictbench.cli import main
+
+main()

@@ -1,0 +1,124 @@
+"""What can be named on the command line, and what is in order on this machine: rows, and how they are shown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from evictbench import registry
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or a pipe."""
+
+Row = dict[str, Any]
+
+
+def policies() -> list[Row]:
+    """Every policy: its name, what it is, its paper, its settings with their defaults, and what it declares."""
+    rows: list[Row] = []
+    for name in registry.names(registry.POLICIES):
+        try:
+            policy = registry.load_policy(name)
+            default = policy.Config()
+        except UserError as error:
+            rows.append({"name": name, "summary": str(error)})
+            continue
+        rows.append(
+            {
+                "name": name,
+                "summary": policy.summary,
+                "paper": policy.paper,
+                "settings": {field.name: getattr(default, field.name) for field in fields(default)},
+                "budget": policy.needs_budget,
+                "prefill": policy.prefill,
+                "shares": policy.shares,
+                "signals": sorted(policy.signals),
+            }
+        )
+    return rows
+
+
+def suites() -> list[Row]:
+    """Every suite: its name, what it is, its defaults and its tasks."""
+    rows: list[Row] = []
+    for name in registry.names(registry.SUITES):
+        try:
+            suite = registry.load_suite(name)
+        except UserError as error:
+            rows.append({"name": name, "summary": str(error)})
+            continue
+        rows.append(
+            {
+                "name": name,
+                "summary": suite.summary,
+                "question": suite.question,
+                "context": suite.default_context,
+                "limit": suite.default_limit,
+                "tasks": list(suite.tasks),
+            }
+        )
+    return rows
+
+
+def models() -> list[Row]:
+    """The models to start with."""
+    from evictbench.models import MODELS
+
+    return [{field.name: getattr(model, field.name) for field in fields(model)} for model in MODELS]
+
+
+def checks() -> list[Row]:
+    """What `evictbench doctor` finds."""
+    from evictbench.doctor import report
+
+    return [{name: getattr(check, name) for name in ("name", "status", "sentence", "remedy")} for check in report()]
+
+
+def show(rows: Sequence[Row], as_json: bool) -> None:
+    """Print rows as a table, or as JSON."""
+    import json
+
+    from rich import box
+    from rich.table import Table
+
+    console = console_for(stderr=False)
+    if as_json:
+        print(json.dumps(list(rows), indent=2, ensure_ascii=False))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        table.add_column(name, no_wrap=name == "name", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    console.print(table)
+
+
+def console_for(stderr: bool) -> Console:
+    """A console that keeps tables whole where it does not write to a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(stderr=stderr, width=PIPE_WIDTH)
+    return console
+
+
+def _cell(value: Any) -> str:
+    from rich.markup import escape
+
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return escape(", ".join(f"{name}={inner}" for name, inner in value.items()))
+    if isinstance(value, list):
+        return escape(", ".join(map(str, value)))
+    return escape(str(value))

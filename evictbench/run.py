@@ -1,0 +1,234 @@
+"""One cell: a model, a suite, a policy and a budget, from settings to a results folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
+
+from evictbench import environment, models, records, tasks
+from evictbench.errors import UserError
+from evictbench.plan import Plan, Planned, make_plan
+from evictbench.settings import Settings
+from evictbench.summary import repeats_itself, summarise
+
+if TYPE_CHECKING:
+    from evictbench.generation import Completion, Request
+
+PROMPT_IDS_KEPT = 65_536
+"""Prompts of up to this many tokens keep their ids in the sample line; longer ones their hash only."""
+
+
+class RunFailed(Exception):
+    """A run that cannot be trusted to go on. The message is one sentence."""
+
+
+class Watcher(Protocol):
+    """Whoever shows a run while it goes on."""
+
+    def phase(self, text: str) -> None:
+        """Something begins that takes a while."""
+
+    def planned(self, plan: Plan, finished: int) -> None:
+        """Everything is checked; `finished` of the samples asked for are there from before."""
+
+    def warn(self, sentence: str) -> None:
+        """Something the user should know."""
+
+    def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
+        """Generation begins, with these sample lines there from before, of `total`."""
+
+    def sample(self, line: dict[str, Any]) -> None:
+        """A sample is finished and on the disk."""
+
+
+class TextGenerator(Protocol):
+    """What makes completions of requests; `evictbench.generation.Generator`, or a test's own."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they finish, in any order."""
+
+
+MakeGenerator = Callable[[Plan], tuple[TextGenerator, str]]
+"""Loads the model of a plan; gives the generator and the device, in words."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. `interrupted`: stopped by Ctrl-C before every sample was done."""
+
+    plan: Plan
+    summary: dict[str, Any]
+    interrupted: bool
+
+
+def run(settings: Settings, watch: Watcher, make_generator: MakeGenerator | None = None) -> Outcome:
+    """Run what is not yet finished of a cell, and summarise all of it. Every finished sample is kept, whatever ends
+    the run. Raises UserError for bad input, RunFailed if a policy saw more than its budget."""
+    plan = make_plan(settings, watch.phase)
+    with records.open_run(plan.folder, plan.identity) as folder:
+        _check_same_prompts(plan, folder)
+        todo = [planned for planned in plan.prompts if planned.key not in folder.samples]
+        watch.planned(plan, len(plan.prompts) - len(todo))
+        for sentence in _warnings(plan):
+            watch.warn(sentence)
+        interrupted = False
+        try:
+            if todo:
+                _generate(plan, folder, todo, watch, make_generator or load_generator)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            summary = _summary(plan, folder)
+            folder.write_summary(summary)
+    return Outcome(plan, summary, interrupted)
+
+
+def load_generator(plan: Plan) -> tuple[TextGenerator, str]:
+    """Load the weights and make the engine's generator of them."""
+    from evictbench import generation
+
+    settings = plan.settings
+    model = models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+    generator = generation.Generator(
+        model,
+        plan.tokenizer,
+        plan.policy,
+        plan.checked.budget,
+        prefill=settings.prefill,
+        chunk=settings.chunk,
+        batch_size=settings.batch_size,
+    )
+    return generator, environment.device_of(model)
+
+
+def _generate(
+    plan: Plan,
+    folder: records.RunFolder,
+    todo: Sequence[Planned],
+    watch: Watcher,
+    make_generator: MakeGenerator,
+) -> None:
+    watch.phase("loading the weights")
+    generator, device = make_generator(plan)
+    session = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **environment.versions(),
+        "commit": environment.commit(),
+        "device": device,
+        "batch_size": plan.settings.batch_size,
+    }
+    for sentence in folder.start_session(session):
+        watch.warn(sentence)
+    asked = {planned.key for planned in plan.prompts}
+    finished = [line for key, line in folder.samples.items() if key in asked]
+    watch.start(finished, len(plan.prompts))
+    by_key = {planned.key: planned for planned in todo}
+    with closing(_completions(generator, todo)) as completions:
+        for completion in completions:
+            planned = by_key[_key(completion)]
+            _check_occupancy(plan, folder, planned, completion)
+            line = _line(plan, planned, completion)
+            folder.append(line)
+            watch.sample(line)
+
+
+def _completions(generator: TextGenerator, todo: Sequence[Planned]) -> Generator[Completion, None, None]:
+    from evictbench.generation import Request
+
+    requests = (
+        Request(
+            key=planned.key,
+            prompt=tuple(planned.prompt.ids),
+            border=planned.prompt.border,
+            max_new_tokens=planned.max_new_tokens,
+            stop=planned.prompt.stop,
+        )
+        for planned in todo
+    )
+    yield from generator.run(requests)
+
+
+def _key(completion: Completion) -> records.Key:
+    key = completion.key
+    assert isinstance(key, tuple)
+    return key
+
+
+def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any]:
+    """The record of one sample. Times in seconds, sizes in bytes."""
+    prompt = planned.prompt
+    scored = tasks.score(plan.tasks[prompt.task], prompt.doc_id, completion.text)
+    return {
+        "task": prompt.task,
+        "doc_id": prompt.doc_id,
+        "repeat": 0,
+        "score": scored.score,
+        "metrics": scored.metrics,
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "output_tokens": len(completion.tokens),
+        "max_new_tokens": planned.max_new_tokens,
+        "truncated": completion.truncated,
+        "repetition": repeats_itself(completion.tokens),
+        "prompt_tokens": len(prompt.ids),
+        "border": prompt.border,
+        "prompt_hash": records.hash_ids(prompt.ids),
+        "prompt_ids": records.pack_ids(prompt.ids) if len(prompt.ids) <= PROMPT_IDS_KEPT else None,
+        "occupancy_max": completion.occupancy_max,
+        "occupancy_mean": completion.occupancy_mean,
+        "cache_bytes": completion.cache_bytes,
+        "prefill_peak_bytes": completion.prefill_peak_bytes,
+        "prefill_seconds": completion.prefill_seconds,
+        "first_token_seconds": completion.first_token_seconds,
+        "decode_seconds": completion.decode_seconds,
+        "decode_steps": completion.decode_steps,
+    }
+
+
+def _check_occupancy(plan: Plan, folder: records.RunFolder, planned: Planned, completion: Completion) -> None:
+    budget = plan.checked.budget
+    if budget is None or not plan.policy.guarded:
+        return
+    allowed = budget.at(planned.compressible, len(planned.prompt.ids) + len(completion.tokens))
+    if completion.occupancy_max > allowed:
+        raise RunFailed(
+            f"{plan.checked.chosen.label} let a decode query see {completion.occupancy_max} entries where the budget "
+            f"allows {allowed} ({planned.prompt.task}, sample {planned.prompt.doc_id}); this is a fault of the policy "
+            f"or of the engine, and that sample is not kept. {len(folder.samples)} finished samples are in "
+            f"{folder.path}."
+        )
+
+
+def _check_same_prompts(plan: Plan, folder: records.RunFolder) -> None:
+    """Samples from before must have been made from the prompts that this command makes now."""
+    for planned in plan.prompts:
+        before = folder.samples.get(planned.key)
+        if before is not None and before["prompt_hash"] != records.hash_ids(planned.prompt.ids):
+            raise UserError(
+                f"{folder.path} holds samples of other prompts than this command makes (first: {planned.prompt.task}, "
+                f"sample {planned.prompt.doc_id}): the tokenizer, its chat template or the suite has changed. Name "
+                "another folder with --out, or move that one away."
+            )
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    for name, count in plan.cut.items():
+        yield (
+            f"{count} of {plan.asked[name]} answers of {name} may be shorter than its card allows "
+            f"(--max-new-tokens {plan.settings.max_new_tokens}, window of {plan.model}): not the card's protocol."
+        )
+
+
+def _summary(plan: Plan, folder: records.RunFolder) -> dict[str, Any]:
+    return {
+        "fingerprint": folder.run["fingerprint"],
+        "folder": str(folder.path),
+        "identity": plan.identity,
+        "skipped": dict(plan.prepared.skipped),
+        "answers_cut": dict(plan.cut),
+        "warnings": list(_warnings(plan)),
+        **summarise(folder.samples.values(), plan.asked),
+    }

@@ -1,0 +1,75 @@
+"""`evictbench run`: watch a run, show its table, say where it is and what to type next."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+import warnings
+from typing import TYPE_CHECKING
+
+from evictbench import registry, table
+from evictbench.catalogue import console_for
+from evictbench.progress import ProgressLine
+from evictbench.run import run
+
+if TYPE_CHECKING:
+    from evictbench.plan import Plan
+    from evictbench.settings import Settings
+
+
+def run_and_show(settings: Settings, as_json: bool) -> int:
+    """Run a cell on the terminal; the exit code. Results go to stdout, progress and warnings to stderr."""
+    _quieten()
+    report = console_for(stderr=as_json)
+
+    def say(text: str) -> None:
+        report.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def describe(plan: Plan, finished: int) -> None:
+        say("run:")
+        for heading, text in table.describe(plan, finished):
+            say(f"  {heading:<9} {text}")
+
+    try:
+        with ProgressLine(console_for(stderr=True), describe) as progress:
+            outcome = run(settings, progress)
+    except KeyboardInterrupt:
+        print("Stopped before the first sample.", file=sys.stderr)
+        return 130
+    summary = outcome.summary
+    if summary["tasks"]:
+        report.print(table.result_table(summary))
+        say(table.LEGEND)
+    if as_json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False))
+    say(f"written to {outcome.plan.folder}")
+    if outcome.interrupted:
+        kept = summary["mean"]["samples"] if summary["mean"] else 0
+        command = shlex.join(["evictbench", *sys.argv[1:]])
+        print(f"Stopped; {kept} finished samples are kept. To go on: {command}", file=sys.stderr)
+        return 130
+    say(f"next: {_next(outcome.plan)}")
+    return 0
+
+
+def _next(plan: Plan) -> str:
+    """The command that puts this row beside its yardstick, or the way to rows to put beside the yardstick."""
+    if plan.checked.budget is None:
+        return "evictbench list policies, then the same command with --policy NAME --budget 25%"
+    for name in registry.names(registry.POLICIES):
+        if not registry.load_policy(name).needs_budget:
+            return plan.settings.command(policy=name, budget=None)
+    return "evictbench list policies"
+
+
+def _quieten() -> None:
+    """Keep what libraries say about themselves out of the output; --debug lets it through."""
+    if "--debug" in sys.argv:
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -1,0 +1,61 @@
+"""Intervals: how far a mean score could be from the truth, given how few samples it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+
+Interval = tuple[float, float]
+
+CONFIDENCE = 0.95
+
+
+def mean_interval(scores: Sequence[float]) -> Interval | None:
+    """The 95% interval of the mean of scores in [0, 1]; None for fewer than two.
+
+    Right-or-wrong scores: Wilson's interval. Others: Student's t over the samples, clipped to [0, 1]. Scores
+    that are all alike and neither 0 nor 1 have no spread for t to work with; they get the Wilson interval of
+    that share of right answers, which is never narrower than the truth, a variance in [0, 1] being at most
+    p·(1 - p).
+    """
+    count = len(scores)
+    if count < 2:
+        return None
+    total = math.fsum(scores)
+    if all(score in (0, 1) for score in scores):
+        return _wilson(round(total), count)
+    spread = stdev(scores)
+    if spread == 0:
+        return _wilson(math.floor(total), count)[0], _wilson(math.ceil(total), count)[1]
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * spread / math.sqrt(count)
+    mean = total / count
+    return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def mean_of_tasks(tasks: Mapping[str, Sequence[float]]) -> tuple[float, Interval | None]:
+    """The unweighted mean of the tasks' mean scores, and its 95% interval.
+
+    The interval combines the tasks' own by the method of variance estimates recovery (Zou and Donner,
+    Statistics in Medicine 27, 2008): each side's distances add in squares, so it stays inside [0, 1] and is
+    not zero wide where every answer was right. None if any task has fewer than two samples.
+    """
+    means = {name: fmean(scores) for name, scores in tasks.items()}
+    mean = fmean(means.values())
+    below = above = 0.0
+    for name, scores in tasks.items():
+        interval = mean_interval(scores)
+        if interval is None:
+            return mean, None
+        below += ((means[name] - interval[0]) / len(tasks)) ** 2
+        above += ((interval[1] - means[name]) / len(tasks)) ** 2
+    return mean, (max(0.0, mean - math.sqrt(below)), min(1.0, mean + math.sqrt(above)))
+
+
+def _wilson(successes: int, count: int) -> Interval:
+    from scipy.stats import binomtest
+
+    found = binomtest(successes, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
+    return max(0.0, float(found.low)), min(1.0, float(found.high))

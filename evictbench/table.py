@@ -1,0 +1,129 @@
+"""A run in words and as a table: what is about to run, what came out, where it is, what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from evictbench.plan import Plan
+
+
+def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
+    """What is about to run, defaults spelled out: pairs of a heading and its text."""
+    settings, checked, protocol = plan.settings, plan.checked, plan.identity["protocol"]
+    policy = ", ".join(f"{name}={value}" for name, value in checked.chosen.settings.items())
+    mode = settings.prefill
+    if mode == "native":
+        mode = f"native ({plan.policy.prefill})" if checked.budget is not None else "native (nothing is cut)"
+    lengths = [len(planned.prompt.ids) for planned in plan.prompts]
+    answers = sorted({planned.max_new_tokens for planned in plan.prompts})
+    context = "" if checked.context is None else f" in {checked.context} tokens"
+    rows = [
+        ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
+        ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
+        ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
+        ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.asked)}"),
+        ("prompts", f"{_span(lengths)} tokens, {'chat template' if plan.chat else 'plain text'}"),
+        (
+            "question",
+            f"{checked.question} while the context is compressed" if checked.budget else "seen whole",
+        ),
+        ("prefill", f"{mode}, chunks of {settings.chunk} tokens"),
+        ("answers", f"up to {_span(answers)} tokens ({protocol['max_new_tokens']}), greedy"),
+    ]
+    rows += [("data", ", ".join(f"{name} {value}" for name, value in plan.prepared.data.items()))]
+    rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
+    rows += [("folder", str(plan.folder))]
+    if finished:
+        rows.append(("finished", f"{finished} of {len(plan.prompts)} samples are there from before"))
+    return [(heading, text) for heading, text in rows if text]
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Scores and costs, one row per task and, where there are several, one for their mean."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("task", no_wrap=True)
+    for heading in (
+        "score",
+        "95%\ninterval",
+        "n",
+        "entries\nmax",
+        "entries\nmean",
+        "cache",
+        "prefill\npeak",
+        "prefill\ns",
+        "decode\ns",
+        "decode\ntok/s",
+        "tokens\nout",
+        "cut\noff",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in summary["tasks"].items():
+        table.add_row(name, *_cells(row))
+    if len(summary["tasks"]) > 1:
+        table.add_section()
+        table.add_row("mean", *_cells(summary["mean"]), style="bold")
+    return table
+
+
+LEGEND = (
+    "entries: cache entries per KV head that a decode query saw; cache, peak, prefill s, decode s, tokens: per sample; "
+    "cut off: answers stopped by the token limit."
+)
+
+
+def human_bytes(size: float) -> str:
+    """ "512 B", "1.5 MB", in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.5 else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    interval, speed = row["interval"], row["decode_tokens_per_second"]
+    whole = row["samples"] == row["asked"]
+    return [
+        f"{100 * row['score']:.1f}",
+        "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}",
+        str(row["samples"]) if whole else f"{row['samples']}/{row['asked']}",
+        str(row["occupancy_max"]),
+        f"{row['occupancy_mean']:.0f}",
+        human_bytes(row["cache_bytes"]),
+        human_bytes(row["prefill_peak_bytes"]),
+        _short(row["prefill_seconds"]),
+        _short(row["decode_seconds"]),
+        "-" if speed is None else _short(speed),
+        _short(row["output_tokens"]),
+        f"{100 * row['truncated']:.0f}%",
+    ]
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 99.5 else f"{number:.3g}"
+
+
+def _budget(text: str) -> str:
+    what = "of the text, at least 32 entries" if text.endswith("%") else "entries"
+    return f"{text} {what} per KV head"
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _counts(asked: Mapping[str, int]) -> str:
+    """ "niah_single_1, vt (100 samples each)"."""
+    names, counts = ", ".join(asked), set(asked.values())
+    if len(counts) > 1:
+        return ", ".join(f"{name} ({count})" for name, count in asked.items())
+    count = counts.pop()
+    return f"{names} ({count} sample{'s' if count > 1 else ''}{' each' if len(asked) > 1 else ''})"

@@ -1,0 +1,200 @@
+"""A suite's lm-eval tasks, driven by us: documents to prompts of token ids, completions to scores.
+
+Text is encoded once and never again. A prompt carries at most one BOS, at its start: a chat template is complete as
+it stands, and only plain text gets what the tokenizer puts in front of text.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
+    from transformers import PreTrainedTokenizerBase
+
+    from evictbench.suite import PreparedSuite, Suite
+
+METRIC = "score"
+
+FEWSHOT_SEED = 1234
+"""lm-eval's own default for drawing examples, where a task has any."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One document as the model will read it.
+
+    ids: the whole prompt. border: index of the first question token, None where the question is seen.
+    max_new_tokens: the task card's limit. stop: strings that end an answer.
+    """
+
+    task: str
+    doc_id: int
+    ids: array[int]
+    border: int | None
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A completion, graded: its score in [0, 1], and every metric of the task by name."""
+
+    score: float
+    metrics: dict[str, float]
+
+
+def load_tasks(suite: Suite, prepared: PreparedSuite) -> dict[str, ConfigurableTask]:
+    """The lm-eval tasks of a prepared suite, in its order; their documents are made here."""
+    from lm_eval.tasks import TaskManager
+
+    # lm-eval tells users of its own command line what they could have passed; here that is noise.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = TaskManager(include_path=str(suite.folder), include_defaults=False, metadata=dict(prepared.metadata))
+    loaded = manager.load(list(prepared.tasks))["tasks"]
+    for task in loaded.values():
+        task.set_fewshot_seed(FEWSHOT_SEED)
+    return {name: loaded[name] for name in prepared.tasks}
+
+
+def version_of(task: ConfigurableTask) -> str:
+    """The version in the task's YAML metadata."""
+    return str(task.VERSION)
+
+
+def documents(task: ConfigurableTask, limit: int | None) -> int:
+    """How many documents a run of `limit` takes from this task."""
+    count = len(task.task_docs)
+    return count if limit is None else min(limit, count)
+
+
+def prompts(
+    task: ConfigurableTask,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    chat: bool,
+    context_field: str | None,
+    limit: int | None,
+) -> Iterator[Prompt]:
+    """Render and encode a task's first `limit` documents.
+
+    context_field: the doc field whose end is the border; None where the question is seen.
+    """
+    generation = task.config.generation_kwargs or {}
+    stop = tuple(text for text in _listed(generation.get("until")) if text)
+    limit_of_card = int(generation["max_gen_toks"])
+    prefix = () if chat else _text_prefix(tokenizer)
+    for doc_id, doc in enumerate(islice(task.task_docs, limit)):
+        text = render(task, doc, tokenizer if chat else None)
+        end = None
+        if context_field is not None:
+            end = _context_end(text, task.doc_to_text(doc), doc[context_field], task.task_name, doc_id)
+        ids, border = encode(text, tokenizer, prefix, end)
+        yield Prompt(task.task_name, doc_id, array("I", ids), border, limit_of_card, stop)
+
+
+def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The whole prompt as text; in the chat template of `tokenizer`, if one is given.
+
+    The answer prefix follows the assistant's header as it is. (Handing it to the template as an unfinished
+    assistant turn would let the template strip it, or put an empty thought before it.)
+    """
+
+    def in_template(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        assert tokenizer is not None
+        answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+        turns = messages[:-1] if answer else messages
+        header = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return str(header) + answer
+
+    context = task.fewshot_context(
+        doc,
+        num_fewshot=task.config.num_fewshot or 0,
+        apply_chat_template=tokenizer is not None,
+        fewshot_as_multiturn=True,
+        chat_template=in_template if tokenizer is not None else None,
+        gen_prefix=task.doc_to_prefix(doc) or None,
+    )
+    request = task.construct_requests(doc, context, metadata=(task.task_name, 0, 1))
+    return str(request.arguments[0])
+
+
+def encode(
+    text: str, tokenizer: PreTrainedTokenizerBase, prefix: Sequence[int] = (), context_end: int | None = None
+) -> tuple[list[int], int | None]:
+    """Encode a prompt, and find its border: the first token whose offset begins at or after `context_end`.
+
+    prefix: ids to put in front, unless the text begins with them already. A token that holds the end of the context
+    and the beginning of the question counts as context. (A byte-level tokenizer may leave the blanks before a word
+    out of its offset; at worst that makes a blank at the context's end part of the question.)
+    """
+    offsets = context_end is not None
+    if offsets and not tokenizer.is_fast:
+        raise UserError(
+            "This model's tokenizer does not say where its tokens lie in the text, so the border before the question "
+            "cannot be found: use --question seen."
+        )
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets)
+    ids: list[int] = list(encoded["input_ids"])
+    front = [] if ids[: len(prefix)] == list(prefix) else list(prefix)
+    if context_end is None:
+        return front + ids, None
+    starts = (start for start, _ in encoded["offset_mapping"])
+    border = next((i for i, start in enumerate(starts) if start >= context_end), None)
+    return front + ids, None if border is None else border + len(front)
+
+
+def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
+    """Filter and grade one completion the way the task says."""
+    from lm_eval.api.instance import Instance
+
+    doc = task.task_docs[doc_id]
+    instance = Instance("generate_until", doc, ("",), 0, (task.task_name, doc_id, 1), [text])
+    metrics: dict[str, float] = {}
+    for pipeline in task._filters:
+        pipeline.apply([instance])
+        found = task.process_results(doc, [instance.filtered_resps[pipeline.name]])
+        for name, value in found.items():
+            metrics.setdefault(name, float(value))
+    if METRIC not in metrics or not 0 <= metrics[METRIC] <= 1:
+        raise RuntimeError(f"the task {task.task_name} gave no {METRIC} between 0 and 1 but {metrics}")
+    return Scored(metrics[METRIC], metrics)
+
+
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer brings a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer puts in front of plain text: its BOS, or nothing. (`add_bos_token` does not say it.)"""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    return ()
+
+
+def _context_end(text: str, user_text: str, context: str, task: str, doc_id: int) -> int:
+    """Where the context ends in the rendered prompt. Templates may strip the user's turn at both ends."""
+    place = user_text.find(context)
+    blanks = len(user_text) - len(user_text.lstrip())
+    for turn, cut in ((user_text, 0), (user_text.strip(), blanks)):
+        start = text.rfind(turn)
+        if place >= 0 and start >= 0:
+            return start + min(max(place + len(context) - cut, 0), len(turn))
+    raise RuntimeError(f"the context of {task}, sample {doc_id}, is not in its prompt as it stands in the document")
+
+
+def _listed(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(value)
