@@ -1,0 +1,327 @@
+"""EvictionCache: a transformers Cache made of fixed slots, from which a policy evicts after every forward pass.
+
+The step, in every layer: write the new keys and values into free slots; attend, every query to what it may see;
+show the policy the signals it declared; evict. `attention.py` drives it; this module owns the slots and the
+bookkeeping. It works in the project's own generation loop and in plain `model.generate(...)`, left-padded batches
+included:
+
+    cache = EvictionCache(model, policy, budget=512)      # also sets the model's attention implementation
+    model.generate(**inputs, past_key_values=cache)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from evictbench.budget import Budget
+from evictbench.errors import UserError
+from evictbench.passes import Occupancy, Pass
+from evictbench.placement import Placement, best, in_slot_order, worst
+from evictbench.policy import ModelShape, Policy, Step
+from evictbench.reindex import SinkShift, inverse_frequencies
+from evictbench.slots import SlotLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+GROWTH_BLOCK = 256
+"""Slots by which a cache without a fixed budget grows in decode."""
+
+
+def model_shape(config: Any) -> ModelShape:
+    """The sizes that matter here, read from a transformers config."""
+    heads = config.num_attention_heads
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+class EvictionCache(Cache):
+    """A KV cache that never shows a decode query more than its budget.
+
+    model: used for its sizes and rotary frequencies; its attention implementation is set to "evictbench".
+    budget: entries per KV head that a decode query may see, itself included (`Budget`, int, or "25%").
+    prefill: "native" (the policy's own), "dense" or "bounded". prompt_length: tokens until the prompt ends and is
+    cut for good (the context's, where the question must stay unseen); None: the first forward pass is the prompt.
+    rows: room for this many sequences that are admitted one by one; None: as many as the first pass has.
+    Raises UserError for a missing or impossible budget.
+    """
+
+    layers: list[SlotLayer]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        budget: Budget | int | str | None = None,
+        *,
+        prefill: Literal["native", "dense", "bounded"] = "native",
+        prompt_length: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        from evictbench.attention import use
+
+        if policy.needs_budget and budget is None:
+            raise UserError(f"{policy.name} needs a budget, in entries per KV head or in percent of the prompt.")
+        self.policy = policy
+        self.budget = Budget.parse(str(budget)) if policy.needs_budget else None
+        self.shape = model_shape(model.config)
+        self.slot_tensors = policy.slot_state(self.shape)
+        self.charged = policy.charged_state(self.shape)
+        self.minimum = policy.minimum_budget(self.shape)
+        self.dense = self.budget is None or (policy.prefill if prefill == "native" else prefill) == "dense"
+        self.prompt_length = prompt_length
+        self.row_capacity = rows
+        self.shift = SinkShift(inverse_frequencies(model), policy.sinks) if policy.reindexed_sinks else None
+        if self.budget is not None and self.budget.tokens is not None:
+            self._refuse_below_minimum(self.budget.tokens)
+        super().__init__(layers=[SlotLayer(self, index) for index in range(self.shape.layers)])
+        use(model)
+        self.reset()
+
+    # What is held.
+
+    def reset(self) -> None:
+        """Forget every sequence and free every slot."""
+        self.columns = 0
+        self.prompt_done = False
+        self.seen: list[int] = []
+        self.held: list[int] = []
+        self.prompts: list[int] = []
+        self.holes: list[bool] = []
+        self.occupancy: list[Occupancy] = []
+        self.current: Pass | None = None
+        self.placements: list[Placement] = []
+        self.bytes_held = self.bytes_peak = 0
+        if self.shift is not None:
+            self.shift = SinkShift(self.shift.inv_freq, self.policy.sinks)
+        for layer in self.layers:
+            layer.forget()
+
+    def placement(self, layer: int) -> Placement:
+        """The placement of a layer: its own, or the whole model's."""
+        return self.placements[layer if len(self.placements) > 1 else 0]
+
+    def entries(self, row: int, seen: int) -> int:
+        """Slots that a query may see as the `seen`-th token of its row: the budget, less what is charged."""
+        if self.budget is None:
+            return seen + 1
+        budget = self.budget.at(self.prompts[row], seen)
+        self._refuse_below_minimum(budget)
+        return budget - self.charged
+
+    def kept(self, layer: int, row: int = 0) -> Tensor:
+        """The positions held now by each kept set of a layer, ascending: `[sets, held]` int64."""
+        placement = self.placement(layer)
+        positions = placement.positions[row, :, : self.held[row] + self.holes[row]].long().clone()
+        if self.holes[row]:
+            positions.scatter_(1, placement.free[row, :, None], torch.iinfo(torch.int64).max)
+        return positions.sort(-1).values[:, : self.held[row]]
+
+    def nbytes(self) -> int:
+        """Bytes of everything held: keys, values, positions, the policy's state."""
+        return (
+            sum(layer.nbytes() for layer in self.layers)
+            + sum(placement.nbytes() for placement in self.placements)
+            + (self.shift.nbytes() if self.shift is not None else 0)
+        )
+
+    def count_bytes(self, change: int) -> None:
+        """Keep the running total and its peak; called wherever buffers are made and freed."""
+        self.bytes_held += change
+        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+
+    # One forward pass.
+
+    def begin(self, new: Tensor, real: Tensor | None) -> Pass:
+        """Before the first layer attends: plan the pass, make room, turn the sinks.
+
+        new: the first layer's keys `[rows, kv_heads, queries, head_dim]`; real: which new tokens are not padding,
+        `[rows, queries]` bool, or None.
+        """
+        rows = new.shape[0]
+        if self.current is not None:
+            raise RuntimeError("The last forward pass through this cache did not finish; reset() it first.")
+        if not self.seen:
+            self.seen, self.held, self.prompts = [0] * rows, [0] * rows, [0] * rows
+            self.holes = [False] * rows
+            self.occupancy = [Occupancy() for _ in range(rows)]
+        if rows != len(self.seen):
+            raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
+        step = Pass.plan(self, new.shape[2], real)
+        self._make_room(step, new)
+        if not step.single:
+            self._straighten()
+        elif self.shift is not None and not step.dense:
+            shifts = [max(0, seen - entries[0]) for seen, entries in zip(step.seen, step.entries, strict=True)]
+            self.count_bytes(self.shift.begin([layer.buffers.get("keys") for layer in self.layers], shifts))
+        self.current = step
+        return step
+
+    def write(self, layer: SlotLayer, keys: Tensor, values: Tensor, step: Pass) -> None:
+        """Put a layer's new entries into their slots, behind sinks that are turned for this step."""
+        placement = self.placement(layer.index)
+        if not layer.buffers:
+            layer.resize(placement.positions.shape[0], placement.capacity, keys)
+        if len(self.placements) > 1:
+            placement.move_to(keys.device)
+        if layer.index == 0 or len(self.placements) > 1:
+            step.put(placement.positions, step.query_positions(keys.device)[:, None], placement.free)
+        if self.shift is not None and step.single and (turned := self.shift.turned(layer.index)) is not None:
+            layer.buffers["keys"][: step.rows, :, : self.policy.sinks] = turned
+        layer.write(keys, values, step, placement)
+
+    def finish(self, layer: SlotLayer, step: Pass, view: Step) -> None:
+        """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""
+        self.policy.observe(view)
+        last = layer.index == self.shape.layers - 1
+        if self.policy.shares != "model":
+            self._evict([layer], step, view)
+        elif last:
+            self._evict(self.layers, step, view)
+        if last:
+            self._close(step)
+
+    def _close(self, step: Pass) -> None:
+        for row, (after, target) in enumerate(zip(step.after, step.targets, strict=True)):
+            if step.single and self.prompt_done:
+                self.occupancy[row].add(after + self.charged)
+            self.holes[row] = step.one_out and target is not None
+            self.held[row] = after if target is None else target
+        self.seen = step.seen
+        self.columns += step.queries
+        self.prompt_done = self.prompt_done or step.ends_prompt
+        if self.prompt_done and not self.policy.guarded:
+            for layer in self.layers:
+                layer.forget_queries()
+        if self.shift is not None:
+            self.shift.end()
+        self.current = None
+
+    # Room.
+
+    def _make_room(self, step: Pass, new: Tensor) -> None:
+        """Slots for the pass: exactly as many as will be needed where that is known, else in blocks."""
+        rows = max(self.row_capacity or 0, step.rows)
+        needed = max(step.before) + step.queries
+        if self.placements and self.layers[0].buffers:
+            buffer = self.layers[0].buffers["keys"]
+            if buffer.shape[2] >= needed and buffer.shape[0] >= rows:
+                return
+        bound = max(entries[-1] for entries in step.entries) - 1 + step.queries
+        fixed = self.budget is not None and self.budget.tokens is not None and self.policy.guarded
+        if not self.prompt_done:
+            length = self.prompt_length or needed
+            wanted = length if self.dense else min(length, bound)
+        else:
+            wanted = bound if fixed else -(-needed // GROWTH_BLOCK) * GROWTH_BLOCK
+        self.reserve(rows, max(needed, wanted), new)
+
+    def reserve(self, rows: int, capacity: int, like: Tensor) -> None:
+        """Make every buffer `rows` x `capacity`, keeping what is held. Layers without buffers make theirs when their
+        first keys arrive, on their own device; `like` gives the first device."""
+        if not self.placements:
+            sets = self.shape.kv_heads if self.policy.shares == "head" else 1
+            count = 1 if self.policy.shares == "model" else self.shape.layers
+            self.placements = [Placement(sets, like.device) for _ in range(count)]
+        for placement in self.placements:
+            self.count_bytes(-placement.nbytes())
+            placement.resize(rows, capacity)
+            self.count_bytes(placement.nbytes())
+        for layer in self.layers:
+            if layer.buffers:
+                layer.resize(rows, capacity, layer.buffers["keys"])
+
+    def _straighten(self) -> None:
+        """Before a chunk: fill the holes that decode left, and put the sinks' keys back as they were cached."""
+        if self.shift is not None:
+            self.shift.restore([layer.buffers.get("keys") for layer in self.layers])
+        if not any(self.holes):
+            return
+        for layer in self.layers:
+            placement = self.placement(layer.index)
+            layer.close_holes(placement.free[: len(self.held)], torch.tensor(self.held, device=placement.device))
+        for placement in self.placements:
+            placement.close_holes(torch.tensor(self.held, device=placement.device))
+        self.holes = [False] * len(self.holes)
+
+    # Eviction.
+
+    def _evict(self, layers: list[SlotLayer], step: Pass, view: Step) -> None:
+        """Cut what these layers, which share one placement, hold to the pass's targets."""
+        placement = self.placement(layers[0].index)
+        rows = step.rows
+        if not step.cuts:
+            placement.free[:rows] = step.free_slots(placement.device)
+            return
+        positions, device = view.positions, view.positions.device
+        deadlines = step.deadlines.get(placement)
+        if deadlines is None:
+            score, protected = self.policy.score(view), self._protected(step, positions)
+            if step.one_out:
+                evicted = worst(score, positions, protected)
+                if not all(target is not None for target in step.targets):
+                    evicted = torch.where(step.cut_rows(device), evicted, step.free_slots(device))
+                placement.free[:rows] = evicted
+                return
+        for group, target in step.groups():
+            chosen = slice(0, rows) if group is None else torch.tensor(group, device=device)
+            if deadlines is None:
+                index = best(score[chosen], positions[chosen], protected[chosen], target)
+            else:
+                alive = (deadlines > step.following(device)) & (positions >= 0)
+                index = in_slot_order(alive[chosen], target)
+            capacity = self._capacity_after_cut(step) if group is None else None
+            for layer in layers:
+                layer.compact(group, index.to(layer.buffers["keys"].device), capacity)
+            self.count_bytes(-placement.nbytes())
+            placement.compact(group, index.to(placement.device), capacity)
+            self.count_bytes(placement.nbytes())
+        placement.free[:rows] = step.free_slots(placement.device)
+
+    def _capacity_after_cut(self, step: Pass) -> int | None:
+        """Slots of the buffers that replace a prompt's, so that its memory is freed; None: cut in place."""
+        if step.single or not (self.prompt_done or step.ends_prompt):
+            return None
+        capacity = max(entries[-1] for entries in step.entries)
+        return capacity if capacity < self.layers[-1].capacity else None
+
+    def _protected(self, step: Pass, positions: Tensor) -> Tensor:
+        """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool."""
+        protected = positions < self.policy.sinks
+        recent = self.policy.recent(step.budgets(positions.device)[:, -1, None, None])
+        if isinstance(recent, int) and recent == 0:
+            return protected
+        return protected | (positions > step.following(positions.device) - recent)
+
+    def _refuse_below_minimum(self, budget: int) -> None:
+        if budget < self.minimum:
+            raise UserError(
+                f"{self.policy.name} needs a budget of at least {self.minimum} entries on this model "
+                f"({self.minimum - 1} are protected or charged), not {budget}."
+            )
+
+    # What transformers may ask and a cache that evicts cannot do.
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """What transformers would size a mask by."""
+        return self.columns + query_length, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens seen, not kept; padding of a left-padded batch included."""
+        return self.columns
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beams would share evicted entries."""
+        raise UserError("Beam search is not supported under an eviction policy; sample or decode greedily.")
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Assisted decoding takes tokens back; what they evicted is gone."""
+        raise UserError("A cache that evicts cannot take tokens back; assisted decoding is not supported.")

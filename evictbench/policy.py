@@ -1,0 +1,195 @@
+"""The policy interface: what a KV-cache eviction method declares, what the engine shows it, what it answers.
+
+A policy never touches keys or values in the cache. It declares what it must see (`signals`), who shares one kept
+set (`shares`) and what travels with each entry (`slot_state`); after each forward pass the engine asks it for a
+score per slot, keeps the best, and frees the rest. A new score-based policy is about 40 lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Signal = Literal["last_query_probs", "window_probs", "mass"]
+Shares = Literal["head", "layer", "model"]
+PrefillMode = Literal["dense", "bounded"]
+Phase = Literal["prompt", "decode"]
+GroupReduction = Literal["mean", "max", "sum"]
+
+GROUP_DIM = 2
+"""The dimension of a signal that runs over the query heads of one KV head."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that a policy may depend on."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class SlotTensor:
+    """A tensor that travels with the entries: `[rows, kv_heads, slots]`, or `[.., slots, width]` where width > 0."""
+
+    dtype: torch.dtype
+    width: int = 0
+    fill: float = 0.0
+
+
+@dataclass
+class Signals:
+    """What the policy declared, for the forward pass that has just attended. Float32.
+
+    last_query_probs: `[rows, kv_heads, group, slots]`, the softmax row of each sequence's last query.
+    mass: `[rows, kv_heads, group, slots]`, column sums of the causal softmax over this pass's queries.
+    window_probs: call it for `[rows, kv_heads, group, window, slots]`, the softmax rows of the last `window`
+    queries of each sequence (earlier passes included) over the entries held now; zero for queries not yet seen.
+    """
+
+    last_query_probs: Tensor | None = None
+    mass: Tensor | None = None
+    window_probs: Callable[[], Tensor] | None = None
+
+
+@dataclass
+class Step:
+    """One layer after one forward pass, as a policy sees it. `slots` counts the slots in use.
+
+    positions: `[rows, sets, slots]` int32, the position of each entry in its sequence, -1 where a slot is empty;
+    `sets` is kv_heads, or 1 where the kept set is shared.
+    state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
+    query_positions: `[rows, queries]` int32, -1 for padding.
+    budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
+    them (state that the policy charges already taken off).
+    """
+
+    layer: int
+    shape: ModelShape
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    state: Mapping[str, Tensor]
+    query_positions: Tensor
+    budgets: Tensor
+    signals: Signals = field(default_factory=Signals)
+
+
+def reduce_group(probs: Tensor, how: GroupReduction) -> Tensor:
+    """Reduce the query heads of one KV head: `[rows, kv_heads, group, ...]` to `[rows, kv_heads, ...]`."""
+    if how == "mean":
+        return probs.mean(GROUP_DIM)
+    return probs.amax(GROUP_DIM) if how == "max" else probs.sum(GROUP_DIM)
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a policy that has none."""
+
+
+class Policy:
+    """An eviction method. Subclasses override the class attributes and the methods that apply to them.
+
+    A policy holds no state between sequences; what must be remembered lives in the cache (`slot_state`).
+
+    signals: what the engine must compute; nothing declared, nothing computed, and the fast kernel is used.
+    shares: who shares one kept set: each KV head has its own, a layer's heads share one, or the whole model does.
+    prefill: the method's native prompt mode. "dense": the prompt is attended whole and cut once at its end;
+    "bounded": never more than the budget and one chunk is held.
+    static: the score of an entry never depends on queries or on attention. Then visibility inside a chunk is decided
+    by deadlines, and any chunk size gives the token-at-a-time result.
+    reindexed_sinks: the sinks are seen at their in-cache distance (StreamingLLM's position shift).
+    guarded: the budget holds at every decode step; a run that sees more fails.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    Config: ClassVar[type[Any]] = NoSettings
+    needs_budget: ClassVar[bool] = True
+    signals: ClassVar[frozenset[Signal]] = frozenset()
+    shares: ClassVar[Shares] = "head"
+    prefill: ClassVar[PrefillMode] = "dense"
+    static: ClassVar[bool] = False
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
+
+    @property
+    def sinks(self) -> int:
+        """How many first positions are never evicted. Part of the budget."""
+        return 0
+
+    @property
+    def window(self) -> int:
+        """How many last queries `window_probs` shows."""
+        return 0
+
+    @property
+    def reindexed_sinks(self) -> bool:
+        """Whether sinks are seen at their in-cache distance."""
+        return False
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the budget holds at every decode step."""
+        return True
+
+    def recent(self, budget: Tensor | int) -> Tensor | int:
+        """How many last positions, the next query's own included, are never evicted. Part of the budget."""
+        return 0
+
+    def keep(self, budget: int, phase: Phase) -> int | None:
+        """How many entries to keep when one more would exceed `budget`; None: evict nothing."""
+        return budget - 1
+
+    def charged_state(self, shape: ModelShape) -> int:
+        """State that does not scale with slots, as entries per KV head: elements ÷ (2 · head_dim), rounded up."""
+        return 0
+
+    def minimum_budget(self, shape: ModelShape) -> int:
+        """The smallest budget that leaves one entry to choose: what is protected, what is charged, and one."""
+        return self.sinks + int(self.recent(0)) + self.charged_state(shape) + 1
+
+    def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
+        """The tensors that travel with the entries, by name."""
+        return {}
+
+    def enter(self, layer: int, positions: Tensor, shape: ModelShape) -> Mapping[str, Tensor]:
+        """First values of slot tensors for new entries at `positions` `[rows, new]`; absent names start at `fill`.
+
+        Each value is `[rows, kv_heads, new]`, with the width appended where there is one.
+        """
+        return {}
+
+    def observe(self, step: Step) -> None:
+        """Update the slot tensors after a forward pass, before anything is evicted."""
+
+    def score(self, step: Step) -> Tensor:
+        """`[rows, sets, slots]`: higher is kept; equal scores keep the earlier position."""
+        raise NotImplementedError(f"{type(self).__name__} does not evict")
+
+    def deadlines(self, step: Step) -> Tensor:
+        """`[rows, sets, slots]` int64: the first query position that may no longer see each entry (static only)."""
+        from evictbench.deadlines import static_deadlines
+
+        return static_deadlines(
+            self.score(step),
+            step.positions,
+            step.query_positions,
+            step.budgets,
+            sinks=self.sinks,
+            recent=self.recent(step.budgets),
+        )

@@ -1,0 +1,93 @@
+"""Random eviction: the yardstick that any method has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from evictbench.errors import UserError
+from evictbench.policy import ModelShape, Policy, SlotTensor, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = 2**64 - 1
+
+
+def priority(seed: int, layer: int, head: int, position: int) -> float:
+    """A number in [0, 1) from a splitmix64 hash: the same for the same arguments, anywhere."""
+    x = (((seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0] + (position + 1) * _MIX[1]) & _MASK
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    x ^= x >> 31
+    return (x >> 40) / 2**24
+
+
+@dataclass(frozen=True)
+class Settings:
+    """seed of the hash; sinks and recent (the query's own included) are protected, as in the learned policies."""
+
+    seed: int = 0
+    sinks: int = 4
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            if getattr(self, name) < 0:
+                raise UserError(f"random: {name} must be 0 or more, not {getattr(self, name)}.")
+
+
+class Random(Policy):
+    """A yardstick of ours: each (layer, KV head, position) has a hashed priority; the pool keeps the highest.
+
+    Sinks and a recent window are protected, as in the learned policies, so that only the choice differs.
+    """
+
+    name = "random"
+    summary = "hashed priorities behind sinks and a recent window; a yardstick"
+    paper = "-"
+    Config = Settings
+    prefill = "bounded"
+    static = True
+
+    @property
+    def sinks(self) -> int:
+        """The first positions, never evicted."""
+        return int(self.config.sinks)
+
+    def recent(self, budget: Tensor | int) -> Tensor | int:
+        """The last positions, never evicted."""
+        return int(self.config.recent)
+
+    def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
+        """The hashed priority of each entry."""
+        import torch
+
+        return {"priority": SlotTensor(torch.float32)}
+
+    def enter(self, layer: int, positions: Tensor, shape: ModelShape) -> Mapping[str, Tensor]:
+        """`priority` of each new entry, vectorised; the arithmetic wraps at 64 bits as the scalar form does."""
+        import torch
+
+        def signed(value: int) -> int:
+            value &= _MASK
+            return value - 2**64 if value >= 2**63 else value
+
+        heads = torch.tensor(
+            [
+                signed(((self.config.seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0])
+                for head in range(shape.kv_heads)
+            ],
+            device=positions.device,
+        )
+        x = heads[:, None] + (positions.long()[:, None] + 1) * signed(_MIX[1])
+        for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+            x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * signed(factor)
+        x = x ^ ((x >> 31) & (2**33 - 1))
+        return {"priority": ((x >> 40) & (2**24 - 1)).float() / 2**24}
+
+    def score(self, step: Step) -> Tensor:
+        """The priority, `[rows, kv_heads, slots]`."""
+        return step.state["priority"]

@@ -1,0 +1,77 @@
+"""StreamingLLM: attention sinks and the most recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from evictbench.errors import UserError
+from evictbench.policy import Policy, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """sinks: first tokens kept for ever. positions: "reindexed" as published, or "original" (kvpress and others)."""
+
+    sinks: int = 4
+    positions: Literal["reindexed", "original"] = "reindexed"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise UserError(f"streaming_llm: sinks must be 0 or more, not {self.sinks}.")
+        if self.positions not in ("reindexed", "original"):
+            raise UserError(f"streaming_llm: positions is reindexed or original, not {self.positions!r}.")
+
+
+class StreamingLLM(Policy):
+    """Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453, section 3.2.
+
+    Keeps the first `sinks` positions and the last `budget - sinks`, the query's own included; one set for the whole
+    model. Positions are those inside the cache: a recent key keeps its true distance to the query, and sink j is
+    seen at distance min(q, budget - 1) - j.
+
+    Deviation: the paper streams token by token; here a prompt is fed in chunks, with deadlines that give the same
+    hidden states for any chunk size.
+    """
+
+    name = "streaming_llm"
+    summary = "attention sinks and the most recent tokens"
+    paper = "arXiv 2309.17453"
+    Config = Settings
+    shares = "model"
+    prefill = "bounded"
+    static = True
+
+    @property
+    def sinks(self) -> int:
+        """The first positions, never evicted."""
+        return int(self.config.sinks)
+
+    @property
+    def reindexed_sinks(self) -> bool:
+        """As published, unless positions=original."""
+        return bool(self.config.positions == "reindexed") and self.sinks > 0
+
+    def score(self, step: Step) -> Tensor:
+        """The later, the better."""
+        return step.positions
+
+    def deadlines(self, step: Step) -> Tensor:
+        """Closed form: query q sees positions after q - (budget - sinks)."""
+        import torch
+
+        from evictbench.deadlines import NEVER
+
+        following = step.query_positions[:, -1:] + 1
+        queries = torch.cat([step.query_positions, following], dim=1).long()
+        last_gone = (queries - (step.budgets - self.sinks)).masked_fill(queries < 0, -NEVER)
+        positions = step.positions.long()
+        index = torch.searchsorted(
+            last_gone[:, None].expand(-1, positions.shape[1], -1).contiguous(), positions.contiguous()
+        )
+        beyond = index == queries.shape[1]
+        deadline = queries[:, None].expand(-1, positions.shape[1], -1).gather(-1, index.masked_fill(beyond, 0))
+        return deadline.masked_fill(beyond | (positions < self.sinks), NEVER)
