@@ -60,10 +60,7 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def check_attention_interface(model_class: Any, kind: str) -> None:
     """Raise UserError for a model class whose attention transformers' interface cannot replace."""
-    if not (
-        getattr(model_class, "_supports_attention_backend", False)
-        and model_class._can_set_attn_implementation()
-    ):
+    if not (getattr(model_class, "_supports_attention_backend", False) and model_class._can_set_attn_implementation()):
         raise _refusal(kind, "its attention does not go through transformers' attention interface")
 
 
@@ -72,9 +69,7 @@ def context_window(config: PretrainedConfig) -> int:
     text: Any = config.get_text_config(decoder=True)
     window = getattr(text, "max_position_embeddings", None)
     if not window:
-        raise UserError(
-            f"The config of this {text.model_type} model does not say how long its context window is."
-        )
+        raise UserError(f"The config of this {text.model_type} model does not say how long its context window is.")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in {"yarn", "linear", "dynamic"} and rope.get("factor"):
         original = rope.get("original_max_position_embeddings") or window
@@ -112,9 +107,7 @@ def _odd_layers(text: Any) -> dict[str, list[int]]:
     for layer, kind in enumerate(kinds):
         if kind not in PLAIN_LAYERS:
             words = LAYER_KINDS.get(kind, f"`{kind}`")
-            odd[f"{words} of {window} tokens" if kind == "sliding_attention" and window else words].append(
-                layer
-            )
+            odd[f"{words} of {window} tokens" if kind == "sliding_attention" and window else words].append(layer)
     return dict(odd)
 
 

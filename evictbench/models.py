@@ -63,9 +63,7 @@ class KnownModel:
 
 
 MODELS = (
-    KnownModel(
-        "smollm2", "bundled", "135M", 8_192, "SmolLM2-135M-Instruct from a Python package; the default"
-    ),
+    KnownModel("smollm2", "bundled", "135M", 8_192, "SmolLM2-135M-Instruct from a Python package; the default"),
     KnownModel("Qwen/Qwen3-4B", "hub", "4.0B", 40_960, "reasoning; DMS, KVpop, IndexMem++"),
     KnownModel("Qwen/Qwen3-8B", "hub", "8.2B", 40_960, "reasoning; most published numbers"),
     KnownModel("Qwen/Qwen3-32B", "hub", "32.8B", 40_960, "reasoning, large"),
@@ -83,14 +81,12 @@ def resolve(name: str) -> Source:
     if name == bundled.NAME:
         return Source(name, "bundled")
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"The folder {name} holds no model: it has no config.json.")
         return Source(name, "local", path=path.absolute())
-    if path.exists():
-        raise UserError(
-            f"The model {name} is a file; give the folder that holds config.json and *.safetensors."
-        )
+    if name and path.exists():
+        raise UserError(f"The model {name} is a file; give the folder that holds config.json and *.safetensors.")
     if name.startswith((".", "~", "/")) or name.count("/") > 1:
         raise UserError(f"There is no folder {name}.")
     repo, _, revision = name.partition("@")
@@ -99,8 +95,7 @@ def resolve(name: str) -> Source:
     near = difflib.get_close_matches(name, [model.name for model in MODELS], n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise UserError(
-        f"There is no model {name!r}: it is neither {bundled.NAME}, nor a folder here, nor a hub id "
-        f"(owner/name).{hint}"
+        f"There is no model {name!r}: it is neither {bundled.NAME}, nor a folder here, nor a hub id (owner/name).{hint}"
     )
 
 
@@ -167,8 +162,7 @@ def load_model(
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise UserError(
-            f"The weights of {source.name} are incomplete: {len(missing)} tensors are missing, "
-            f"{missing[0]} first."
+            f"The weights of {source.name} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
         )
     refuse_offloading(model, source.name)
     check_attention_interface(type(model), config.model_type)
@@ -214,14 +208,10 @@ def _folder(source: Source, remote_code: bool = False) -> Path:
     return source.path
 
 
-def _from_pretrained(
-    auto: Any, source: Source, folder: Path, trust_remote_code: bool, **arguments: Any
-) -> Any:
+def _from_pretrained(auto: Any, source: Source, folder: Path, trust_remote_code: bool, **arguments: Any) -> Any:
     """`auto.from_pretrained` from a folder; what a user can put right comes as a sentence."""
     try:
-        return auto.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True, **arguments
-        )
+        return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True, **arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip()
         if "trust_remote_code" in reason:
@@ -229,9 +219,7 @@ def _from_pretrained(
                 f"The model {source.name} brings its own Python code, which is not run unless asked for: "
                 "read it, then say --trust-remote-code."
             ) from error
-        raise UserError(
-            f"The model {source.name} cannot be loaded: {' '.join(reason.split())[:300]}"
-        ) from error
+        raise UserError(f"The model {source.name} cannot be loaded: {' '.join(reason.split())[:300]}") from error
 
 
 @contextlib.contextmanager
@@ -258,9 +246,7 @@ def _weight_files(source: Source, folder: Path) -> list[str]:
         names = ["model.safetensors"]
     absent = [name for name in names if not (folder / name).is_file()]
     if source.kind != "hub" and absent:
-        raise UserError(
-            f"The folder {source.name} lacks {absent[0]}: weights are loaded from safetensors files only."
-        )
+        raise UserError(f"The folder {source.name} lacks {absent[0]}: weights are loaded from safetensors files only.")
     return names
 
 
