@@ -12,6 +12,8 @@ import pytest
 from evictbench import bundled, models
 from evictbench.errors import UserError
 
+pytestmark = pytest.mark.engine
+
 SMOLLM2 = models.Source("smollm2", "bundled")
 
 

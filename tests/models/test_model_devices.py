@@ -9,6 +9,8 @@ import pytest
 from evictbench import devices
 from evictbench.errors import UserError
 
+pytestmark = pytest.mark.engine
+
 GIB = 2**30
 
 

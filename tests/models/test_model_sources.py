@@ -13,6 +13,8 @@ import pytest
 from evictbench import hub, models
 from evictbench.errors import UserError
 
+pytestmark = pytest.mark.engine
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 

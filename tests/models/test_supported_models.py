@@ -9,6 +9,8 @@ import pytest
 from evictbench import models
 from evictbench.errors import UserError
 
+pytestmark = pytest.mark.engine
+
 SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 97}
 CYCLE = ["sliding_attention", "sliding_attention", "full_attention"]
 
