@@ -82,22 +82,40 @@ def checks() -> list[Row]:
 
 def show(rows: Sequence[Row], as_json: bool) -> None:
     """Print rows as a table, or as JSON."""
-    import json
-
     from rich import box
     from rich.table import Table
 
-    console = console_for(stderr=False)
     if as_json:
-        print(json.dumps(list(rows), indent=2, ensure_ascii=False))
-        return
+        return _print_json(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
         table.add_column(name, no_wrap=name == "name", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in columns))
-    console.print(table)
+    console_for(stderr=False).print(table)
+
+
+def show_checks(rows: Sequence[Row], as_json: bool) -> None:
+    """Print what the doctor found, one line each, with what to do below it; or as JSON."""
+    if as_json:
+        return _print_json(rows)
+    console = console_for(stderr=False)
+    width = max(len(row["name"]) for row in rows)
+    colours = {"ok": "green", "warn": "yellow", "missing": "red"}
+    for row in rows:
+        status = f"[{colours[row['status']]}]{row['status']:<7}[/]"
+        console.print(
+            f"{status}  {_cell(row['name']):<{width}}  {_cell(row['sentence'])}", soft_wrap=True, highlight=False
+        )
+        if row["remedy"]:
+            console.print(f"{'':<{width + 11}}{_cell(row['remedy'])}", soft_wrap=True, highlight=False, style="dim")
+
+
+def _print_json(rows: Sequence[Row]) -> None:
+    import json
+
+    print(json.dumps(list(rows), indent=2, ensure_ascii=False))
 
 
 def console_for(stderr: bool) -> Console:

@@ -130,12 +130,12 @@ def list_models(as_json: Json = False) -> None:
 
 @app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")
 def doctor(as_json: Json = False) -> None:
-    """Say what is there and what is not, and what to do about it."""
+    """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
     from evictbench import catalogue
 
     checks = catalogue.checks()
-    catalogue.show(checks, as_json)
-    if any(check["status"] == "fail" for check in checks):
+    catalogue.show_checks(checks, as_json)
+    if any(check["status"] == "missing" for check in checks):
         raise typer.Exit(1)
 
 

@@ -158,7 +158,7 @@ def _chat(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> bool:
 def _check_least(checked: Checked, entries: int, least: int, model: str) -> None:
     if entries < least:
         budget = checked.budget
-        given = f"{budget} is given" if budget and budget.tokens else f"{budget} of the shortest is {entries}"
+        given = f"{budget} is given" if budget and budget.tokens else f"{budget} of the shortest text is {entries}"
         raise UserError(
             f"{checked.chosen.label} needs a budget of at least {least} entries on {model} (what it protects, "
             f"the state it is charged for, and one more), and {given}."

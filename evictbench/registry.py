@@ -91,7 +91,7 @@ def split_policies(text: str) -> list[str]:
     policies: list[str] = []
     for piece in text.split(","):
         if policies and "=" in piece and ":" not in piece.partition("=")[0]:
-            policies[-1] += f",{piece}"
+            policies[-1] += f",{piece.strip()}"
         else:
             policies.append(piece.strip())
     return policies

@@ -230,5 +230,6 @@ def _summary(plan: Plan, folder: records.RunFolder) -> dict[str, Any]:
         "skipped": dict(plan.prepared.skipped),
         "answers_cut": dict(plan.cut),
         "warnings": list(_warnings(plan)),
-        **summarise(folder.samples.values(), plan.asked),
+        # From the disk: Ctrl-C may fall between a sample's line and its count.
+        **summarise(records.read_samples(folder.path).values(), plan.asked),
     }

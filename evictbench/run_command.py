@@ -8,10 +8,12 @@ import os
 import shlex
 import sys
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from evictbench import registry, table
 from evictbench.catalogue import console_for
+from evictbench.errors import UserError
 from evictbench.progress import ProgressLine
 from evictbench.run import run
 
@@ -60,8 +62,9 @@ def _next(plan: Plan) -> str:
     if plan.checked.budget is None:
         return "evictbench list policies, then the same command with --policy NAME --budget 25%"
     for name in registry.names(registry.POLICIES):
-        if not registry.load_policy(name).needs_budget:
-            return plan.settings.command(policy=name, budget=None)
+        with suppress(UserError):  # a policy that does not load is no yardstick
+            if not registry.load_policy(name).needs_budget:
+                return plan.settings.command(policy=name, budget=None)
     return "evictbench list policies"
 
 

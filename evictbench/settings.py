@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evictbench import records, registry
 from evictbench.budget import Budget
@@ -14,9 +14,11 @@ from evictbench.errors import UserError
 if TYPE_CHECKING:
     from evictbench.suite import Question, Suite
 
+Prefill = Literal["native", "dense", "bounded"]
+
 CHOICES = {
     "question": ("default", "seen", "unseen"),
-    "prefill": ("native", "dense", "bounded"),
+    "prefill": get_args(Prefill),
     "chat": ("auto", "on", "off"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
@@ -35,7 +37,7 @@ class Settings:
     limit: int | None = None
     model: str = "smollm2"
     question: str = "default"
-    prefill: str = "native"
+    prefill: Prefill = "native"
     chunk: int = 512
     max_new_tokens: str = "auto"
     chat: str = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,9 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
             f"{checked.question} while the context is compressed" if checked.budget else "seen whole",
         ),
         ("prefill", f"{mode}, chunks of {settings.chunk} tokens"),
-        ("answers", f"up to {_span(answers)} tokens ({protocol['max_new_tokens']}), greedy"),
+        ("answers", f"at most {_span(answers)} tokens ({protocol['max_new_tokens']}), greedy"),
     ]
-    rows += [("data", ", ".join(f"{name} {value}" for name, value in plan.prepared.data.items()))]
+    rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
     rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
     rows += [("folder", str(plan.folder))]
     if finished:
@@ -95,7 +96,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}",
         str(row["samples"]) if whole else f"{row['samples']}/{row['asked']}",
         str(row["occupancy_max"]),
-        f"{row['occupancy_mean']:.0f}",
+        _short(row["occupancy_mean"]),
         human_bytes(row["cache_bytes"]),
         human_bytes(row["prefill_peak_bytes"]),
         _short(row["prefill_seconds"]),
@@ -104,6 +105,11 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         _short(row["output_tokens"]),
         f"{100 * row['truncated']:.0f}%",
     ]
+
+
+def _short_hash(text: str) -> str:
+    """Hashes cut to twelve digits; the result holds them whole."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", text)
 
 
 def _short(number: float) -> str:

@@ -1,0 +1,257 @@
+"""The run loop on fakes: what is written, resumed, extended, refused, interrupted."""
+
+import dataclasses
+import json
+
+import pytest
+from fake_plugins import FakeGenerator, make_model
+
+from evictbench import records, tasks
+from evictbench.errors import UserError
+from evictbench.run import RunFailed, run
+from evictbench.settings import Settings
+
+
+class Watch:
+    def __init__(self, stop_after=None):
+        self.warnings = []
+        self.lines = []
+        self.finished = None
+        self.stop_after = stop_after
+
+    def phase(self, text):
+        pass
+
+    def planned(self, plan, finished):
+        self.finished = finished
+
+    def warn(self, sentence):
+        self.warnings.append(sentence)
+
+    def start(self, finished, total):
+        self.total = total
+
+    def sample(self, line):
+        self.lines.append(line)
+        if self.stop_after is not None and len(self.lines) == self.stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", weights=False)
+
+
+@pytest.fixture
+def settings(model, tmp_path):
+    return Settings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
+
+
+def go(settings, watch=None, device="cpu", **fake):
+    """Run with the fake generator; gives the outcome, the watcher and the requests that were made."""
+    watch = watch or Watch()
+    seen = fake.pop("seen", [])
+    outcome = run(settings, watch, lambda plan: (FakeGenerator(plan.tokenizer, seen=seen, **fake), device))
+    return outcome, watch, seen
+
+
+def essence(folder):
+    return {
+        key: (line["prompt_hash"], line["tokens"], line["score"], line["text"])
+        for key, line in records.read_samples(folder).items()
+    }
+
+
+def test_a_run_writes_every_sample_and_a_summary(settings):
+    outcome, watch, seen = go(settings)
+    folder = outcome.plan.folder
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "run.json", "samples.jsonl", "summary.json"]
+    samples = records.read_samples(folder)
+    assert set(samples) == {(task, i, 0) for task in ("toy_recall", "toy_pairs") for i in range(4)}
+    assert len(watch.lines) == len(seen) == 8
+    line = samples["toy_pairs", 1, 0]
+    assert line["output_tokens"] == len(line["tokens"])
+    assert line["session"] == 0
+    assert line["max_new_tokens"] == 20
+    request = next(one for one in seen if one.key == ("toy_pairs", 1, 0))
+    assert records.prompt_ids(line) == request.prompt
+    assert (line["prompt_tokens"], line["border"]) == (len(request.prompt), request.border)
+    assert line["prompt_hash"] == records.hash_ids(request.prompt)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary == json.loads(json.dumps(outcome.summary))
+    assert summary["skipped"] == {"toy_songs": "no songs in --data-dir."}
+    for task, row in summary["tasks"].items():
+        scores = [line["score"] for key, line in samples.items() if key[0] == task]
+        assert row["score"] == pytest.approx(sum(scores) / 4)
+        assert row["samples"] == row["asked"] == 4
+    assert summary["mean"]["score"] == pytest.approx(sum(row["score"] for row in summary["tasks"].values()) / 2)
+    assert 0 < summary["mean"]["score"] < 1
+
+
+def test_d5_what_is_needed_to_run_it_again_is_written(settings):
+    outcome, _, _ = go(settings)
+    written = records.read_run(outcome.plan.folder)
+    identity, session = written["identity"], written["sessions"][0]
+    assert identity["policy"]["settings"] == outcome.plan.checked.chosen.settings
+    assert identity["weights"].startswith("sha256:")
+    assert identity["dtype"] == "float32"
+    assert identity["seed"] == 0
+    assert identity["data"] == dict(outcome.plan.prepared.data)
+    assert identity["tasks"] == {"toy_recall": "1.0", "toy_pairs": "2.0"}
+    assert identity["protocol"]["question"] == "unseen"
+    assert {"python", "torch", "transformers", "lm-eval", "commit", "device", "batch_size"} <= session.keys()
+
+
+def test_d1_to_d4_each_number_lands_in_its_own_column(settings):
+    """Prefill is not counted as decode, the first token is in neither rate, cache and prefill peak stay apart."""
+    outcome, _, _ = go(settings)
+    row = outcome.summary["tasks"]["toy_pairs"]
+    lines = [line for line in records.read_samples(outcome.plan.folder).values() if line["task"] == "toy_pairs"]
+    assert row["prefill_seconds"] == 0.25
+    assert row["first_token_seconds"] == 0.3
+    assert row["decode_seconds"] == 0.5
+    assert row["cache_bytes"] == 2000
+    assert row["prefill_peak_bytes"] == 5_000_000
+    assert row["decode_tokens_per_second"] == pytest.approx(sum(line["decode_steps"] for line in lines) / (4 * 0.5))
+
+
+def test_what_is_finished_is_not_run_again(settings):
+    first, _, _ = go(settings)
+    before = (first.plan.folder / "samples.jsonl").read_bytes()
+    loaded = []
+    watch = Watch()
+    again = run(settings, watch, lambda plan: loaded.append(plan))
+    assert loaded == []  # the weights are not even loaded
+    assert watch.finished == 8
+    assert again.summary == first.summary
+    assert (first.plan.folder / "samples.jsonl").read_bytes() == before
+    assert len(records.read_run(first.plan.folder)["sessions"]) == 1
+
+
+def test_a_larger_limit_extends(settings):
+    first, _, _ = go(dataclasses.replace(settings, limit=2))
+    second, _, seen = go(dataclasses.replace(settings, limit=5))
+    assert second.plan.folder == first.plan.folder
+    assert {request.key[1] for request in seen} == {2, 3, 4}
+    whole, _, _ = go(dataclasses.replace(settings, limit=5, out=settings.out / "whole"))
+    assert essence(second.plan.folder) == essence(whole.plan.folder)
+    assert second.summary["tasks"] == whole.summary["tasks"]
+
+
+def test_a_smaller_limit_afterwards_still_shows_all_there_is(settings):
+    go(settings)
+    outcome, _, seen = go(dataclasses.replace(settings, limit=1))
+    assert seen == []
+    assert outcome.summary["tasks"]["toy_recall"]["samples"] == 4
+
+
+def test_ctrl_c_keeps_every_finished_sample_and_the_rest_comes_later(settings):
+    stopped, _, _ = go(settings, Watch(stop_after=5))
+    assert stopped.interrupted
+    assert len(records.read_samples(stopped.plan.folder)) == 5
+    assert stopped.summary["mean"]["samples"] == 5
+    assert json.loads((stopped.plan.folder / "summary.json").read_text())["mean"]["samples"] == 5
+    going_on, _, seen = go(settings)
+    assert not going_on.interrupted
+    assert len(seen) == 3
+    whole, _, _ = go(dataclasses.replace(settings, out=settings.out / "whole"))
+    assert essence(going_on.plan.folder) == essence(whole.plan.folder)
+
+
+def test_a_failure_in_mid_run_keeps_what_is_finished(settings):
+    with pytest.raises(RuntimeError, match="caught fire"):
+        go(settings, fail_at=4)
+    outcome, watch, seen = go(settings)
+    assert watch.finished == 3  # answers come in threes
+    assert len(seen) == 5
+    assert len(records.read_samples(outcome.plan.folder)) == 8
+
+
+def test_more_entries_than_the_budget_fails_the_run(settings):
+    with pytest.raises(RunFailed) as failure:
+        go(settings, occupancy=17)
+    sentence = str(failure.value)
+    assert "hoard let a decode query see 17 entries where the budget allows 16" in sentence
+    assert "\n" not in sentence
+
+
+def test_a14_occupancy_is_what_was_measured_and_finished_samples_stay(settings):
+    outcome, _, _ = go(dataclasses.replace(settings, limit=1), occupancy=16)
+    assert outcome.summary["mean"]["occupancy_max"] == 16
+    assert outcome.summary["mean"]["occupancy_mean"] == 15.5
+    with pytest.raises(RunFailed, match="2 finished samples are in"):
+        go(settings, occupancy=17)
+    assert len(records.read_samples(outcome.plan.folder)) == 2
+
+
+def test_a_policy_that_says_it_is_not_guarded_is_not_held_to_its_budget(settings, monkeypatch):
+    from fake_plugins import Hoard
+
+    monkeypatch.setattr(Hoard, "guarded", False)
+    outcome, _, _ = go(settings, occupancy=1000)
+    assert outcome.summary["mean"]["occupancy_max"] == 1000
+
+
+def test_a_share_of_the_text_is_guarded_as_such(settings):
+    half = dataclasses.replace(settings, budget="50%", tasks="toy_recall", limit=1)
+    outcome, _, seen = go(half, occupancy=32)
+    request = seen[0]
+    answered = len(records.read_samples(outcome.plan.folder)["toy_recall", 0, 0]["tokens"])
+    allowed = max(32, max(request.border, len(request.prompt) + answered) // 2)
+    go(dataclasses.replace(half, out=half.out / "at"), occupancy=allowed)
+    with pytest.raises(RunFailed, match=f"the budget allows {allowed} "):
+        go(dataclasses.replace(half, out=half.out / "over"), occupancy=allowed + 1)
+
+
+def test_full_is_held_to_nothing(settings):
+    outcome, _, _ = go(dataclasses.replace(settings, policy="full", budget=None), occupancy=10_000)
+    assert outcome.summary["mean"]["occupancy_max"] == 10_000
+    assert "full-none-" in outcome.plan.folder.name
+
+
+def test_another_batch_size_or_device_goes_on_with_a_warning(settings):
+    go(dataclasses.replace(settings, limit=1))
+    _, watch, _ = go(dataclasses.replace(settings, batch_size=2), device="cuda: Imaginary")
+    assert any("batch_size 8, these with 2" in sentence for sentence in watch.warnings)
+    assert any("device cpu, these with cuda: Imaginary" in sentence for sentence in watch.warnings)
+
+
+def test_b4_shortened_answers_are_warned_of_and_written(settings):
+    outcome, watch, _ = go(dataclasses.replace(settings, max_new_tokens="5"))
+    assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)
+    assert outcome.summary["answers_cut"] == {"toy_recall": 4, "toy_pairs": 4}
+    assert outcome.summary["warnings"] == watch.warnings
+    assert {line["max_new_tokens"] for line in records.read_samples(outcome.plan.folder).values()} == {5}
+    plain, quiet, _ = go(settings)
+    assert quiet.warnings == []
+    assert plain.summary["answers_cut"] == {}
+
+
+def test_samples_of_other_prompts_are_not_mixed_in(settings, monkeypatch):
+    outcome, _, _ = go(dataclasses.replace(settings, limit=1))
+    render = tasks.render
+    monkeypatch.setattr(tasks, "render", lambda *arguments: render(*arguments) + " indeed")
+    with pytest.raises(UserError, match="holds samples of other prompts than this command makes") as refusal:
+        go(settings)
+    assert str(outcome.plan.folder) in str(refusal.value)
+
+
+def test_b10_an_answer_of_no_tokens_is_a_sample_like_any_other(settings):
+    class Silent(FakeGenerator):
+        def answer(self, request):
+            nothing = {"tokens": (), "text": "", "truncated": False, "decode_steps": 0, "decode_seconds": 0.0}
+            return dataclasses.replace(super().answer(request), occupancy_max=0, occupancy_mean=0.0, **nothing)
+
+    outcome = run(settings, Watch(), lambda plan: (Silent(plan.tokenizer), "cpu"))
+    assert outcome.summary["mean"]["score"] == 0.0
+    assert outcome.summary["mean"]["output_tokens"] == 0
+    assert outcome.summary["mean"]["decode_tokens_per_second"] is None
+
+
+def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
+    monkeypatch.setattr("evictbench.run.PROMPT_IDS_KEPT", 80)
+    outcome, _, _ = go(settings)
+    lines = list(records.read_samples(outcome.plan.folder).values())
+    assert {line["prompt_ids"] is None for line in lines} == {True, False}
+    assert all((line["prompt_ids"] is None) == (line["prompt_tokens"] > 80) for line in lines)
+    assert all(line["prompt_hash"] for line in lines)
