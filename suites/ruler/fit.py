@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH_CHARS = 4_000_000  # encoded at a time, which bounds the memory of a count
+_ESTIMATES = 6  # steps by estimate before the bracket is halved instead
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,10 @@ class Meter:
         return str(rendered)
 
     def _template_reserve(self) -> int:
-        """Tokens to keep free: for a BOS that the template leaves to the tokenizer, and for the longest
-        form of a template that can switch thinking on and off."""
+        """Tokens to keep free for the longest form of a template that can switch thinking on and off."""
         forms = [self._chat_text("x", **o) for o in ({}, {"enable_thinking": False}, {"enable_thinking": True})]
         plain, *others = self._count(forms, special=False)
-        bos = self.tokenizer.bos_token
-        special = 0 if bos and forms[0].startswith(str(bos)) else self.tokenizer.num_special_tokens_to_add()
-        return max(0, *(n - plain for n in others)) + special
+        return max(0, *(n - plain for n in others))
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -120,6 +118,7 @@ class _Search:
 
     def __init__(self, draft: Draft, base: float, room: int):
         self.draft = draft
+        self.base = base
         self.room = room
         self.fits: tuple[int, Prompt, int] | None = None  # units, prompt, tokens
         self.too_many = draft.most + 1
@@ -135,22 +134,23 @@ class _Search:
     def learn(self, tokens: int) -> None:
         """Take the exact count of the proposed prompt, and choose the next proposal, or None."""
         assert self.units is not None
-        units, draft = self.units, self.draft
+        units, cost = self.units, self.draft.cost
         free = self.room - tokens
         self.rounds += 1
+        # tokens for each token of cost; 1 where the estimate was right
+        scale = min(10.0, max(0.1, (tokens - self.base) / (cost(units) or 1.0)))
         if free >= 0:
             self.fits = (units, self.prompt, tokens)
         else:
             self.too_many = units
-        floor = self.fits[0] + 1 if self.fits else draft.least
-        full = free >= 0 and units < draft.most and draft.cost(units + 1) - draft.cost(units) > free
-        if floor >= self.too_many or full or (self.fits and self.rounds >= 8):
+        least = self.fits[0] + 1 if self.fits else self.draft.least
+        full = free >= 0 and units < self.draft.most and scale * (cost(units + 1) - cost(units)) > free
+        if least >= self.too_many or full:
             self.units = None
-        elif self.rounds >= 8:
-            self.units = floor
+        elif self.rounds >= _ESTIMATES:
+            self.units = (least + self.too_many) // 2
         else:
-            target = self._units_costing(draft.cost(units) + free)
-            self.units = min(max(target, floor), self.too_many - 1)
+            self.units = min(max(self._units_costing(cost(units) + free / scale), least), self.too_many - 1)
 
     def _units_costing(self, tokens: float) -> int:
         span = range(self.draft.least, self.draft.most + 1)

@@ -64,11 +64,14 @@ def _rows(name: tuple[str, ...], split: str) -> Any:
     if reason := _unreachable():
         return reason
     from datasets import load_dataset
+    from huggingface_hub import constants
 
     try:
         return load_dataset(*name, split=split)
     except Exception as error:  # the library raises many kinds, none of them promised
-        return f"{name[0]} did not load: {type(error).__name__}"
+        if constants.HF_HUB_OFFLINE:
+            return f"HF_HUB_OFFLINE is set and {name[0]} is not in the cache"
+        return f"{name[0]} did not load ({type(error).__name__})"
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ Words = dict[str, Phrases]
 _SLOT = re.compile(r"\{(\w+)\}")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _ARTICLE = re.compile(r"\b([Aa])\(n\) (?=(\w))")
-_DOUBLED = re.compile(r"(\b\w+\b)(?:,)? \1\b", re.IGNORECASE)
+_DOUBLED = re.compile(r"\b(\w+|the [\w ]+?)(?:,| and| was| but)? \1\b", re.IGNORECASE)
 
 
 def sentences() -> Iterator[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, islice
 
 from .fit import Draft, Meter, Prompt
 from .qa_data import Corpus, Question
-from .seeds import Draws
+from .seeds import Draws, shuffled
 from .tasks import DOCUMENT, QA
 
 _LONGEST_TOKEN = 8  # characters that a token has on average at most: more text than that surely fills a context
 _PATIENCE = 20  # documents too long for what is left that are passed over before a context counts as full
-_BLOCK = 100  # questions tried at a time
+_BLOCK = 100  # questions or documents looked at at a time
 LEAST_FROM = 500  # the least length is that at which most of the first 500 questions fit
 LEAST_SHARE = 0.9
 
@@ -30,14 +30,13 @@ class QuestionTask:
     def draft(self, sample: int, draws: Draws) -> Draft:
         """The question's own documents, then others of the same article, then any, all in random order."""
         question = self.corpus.questions[sample]
-        related = list(question.related)
-        draws("related").shuffle(related)
-        documents = [*question.documents, *related]
-        known = set(documents)
-        size = len(self.corpus.documents)
-        strangers = draws("strangers").sample(range(size), min(size, len(documents) + self.room // 4))
-        documents += [number for number in strangers if number not in known]
-        return _Draft(question, self._filling(documents, question), self, draws)
+        known = {*question.documents, *question.related}
+        strangers = (i for i in range(len(self.corpus.documents)) if i not in known)
+        others = chain(
+            shuffled(draws("related"), question.related),
+            shuffled(draws("strangers"), strangers),
+        )
+        return _Draft(question, self._filling(question, others), self, draws)
 
     def questions_that_fit(self, wanted: int, first: int | None = None) -> list[int]:
         """The first `wanted` questions whose own documents leave room, in the corpus's order.
@@ -79,15 +78,12 @@ class QuestionTask:
             self._tokens.update(zip(new, self._meter.texts(texts), strict=True))
         return [self._tokens[i] for i in documents]
 
-    def _filling(self, documents: list[int], question: Question) -> list[int]:
-        """The documents in their order, without those that are too long for what the ones before leave."""
-        free = self.room - self._frame - self._meter.texts([question.text])[0]
-        own = len(question.documents)
-        chosen, others = documents[:own], documents[own:]
-        free -= sum(self.tokens(chosen))
+    def _filling(self, question: Question, others: Iterator[int]) -> list[int]:
+        """The question's documents, then others in their order, but for those too long for what is left."""
+        chosen = list(question.documents)
+        free = self.room - self._frame - self._meter.texts([question.text])[0] - sum(self.tokens(chosen))
         passed = 0
-        for start in range(0, len(others), _BLOCK):
-            block = others[start : start + _BLOCK]
+        while block := list(islice(others, _BLOCK)):
             for number, tokens in zip(block, self.tokens(block), strict=True):
                 if tokens <= free:
                     chosen.append(number)

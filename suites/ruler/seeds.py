@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from .tasks import VERSION
 
+T = TypeVar("T")
 Draws = Callable[[str], random.Random]  # purpose -> a fresh generator, the same at every call
 
 
@@ -16,3 +18,12 @@ def draws(task: str, seed: int, sample: int | str, attempt: int = 0) -> Draws:
     attempt: raised when a sample does not fit even with its least haystack and is drawn again.
     """
     return lambda purpose: random.Random(f"ruler {VERSION} {task} {seed} {sample} {attempt} {purpose}")
+
+
+def shuffled(rng: random.Random, items: Iterable[T]) -> Iterator[T]:
+    """The items in random order, drawn one by one, so that the first ones do not depend on how many are taken."""
+    left = list(items)
+    for i in range(len(left)):
+        j = rng.randrange(i, len(left))
+        left[i], left[j] = left[j], left[i]
+        yield left[i]

@@ -9,7 +9,7 @@ from random import Random
 
 from . import wordlists
 from .fit import Draft, Meter, Prompt
-from .seeds import Draws
+from .seeds import Draws, shuffled
 from .tasks import COMMON_WORDS, FREQUENT_WORDS, CommonWords, FrequentWords
 
 _LEAST_OTHER_WORDS = 10  # other words in the shortest cwe list
@@ -28,16 +28,16 @@ class CommonWordsTask:
         """One sample; `sample` itself is not used, all chance comes from `draws`."""
         shape, count = self.list, self.count
         common = draws("common").sample(wordlists.distinctive(), 2 * count)
-        most = count + max(_LEAST_OTHER_WORDS, self.room // (2 * shape.other))
-        others = _OtherWords(common, shape.example_words - count, most - count, draws)
+        others = _OtherWords(common, draws)
+        in_example = shape.example_words - count
         example = _numbered(
-            common[count:], others.of_example, shape.example_common, shape.example_other, draws("example")
+            common[count:], others.first(in_example), shape.example_common, shape.example_other, draws("example")
         )
         answer = " ".join(f"{i}. {word}" for i, word in enumerate(common[count:], start=1))
         before = (
             f"{COMMON_WORDS.before}{example}{COMMON_WORDS.gap}{COMMON_WORDS.question} {COMMON_WORDS.answer} {answer}\n"
         )
-        return _ListDraft(before, common[:count], others, self, most, draws)
+        return _ListDraft(before, common[:count], others, in_example, self, draws)
 
     def cost(self, units: int) -> float:
         """About how many tokens a list of `units` different words takes."""
@@ -66,25 +66,29 @@ class _ItemTokens:
 
 
 class _OtherWords:
-    """The words that are not common: first the example's, then the list's, none twice."""
+    """The words that are not common, none twice; when the single words have run out, adjective-noun pairs."""
 
-    def __init__(self, common: Sequence[str], example: int, most: int, draws: Draws):
-        pool = wordlists.single()
-        wanted = example + most + len(common)
-        drawn = draws("others").sample(pool, min(wanted, len(pool)))
-        self._words = [word for word in drawn if word not in common]
-        self._taken = {*common, *self._words}
+    def __init__(self, common: Sequence[str], draws: Draws):
+        self._taken = set(common)
+        self._singles = shuffled(draws("others"), wordlists.single())
         self._pairs = draws("pairs")
-        self._forbidden = {word.lower() for word in common}
-        self.of_example, self._words = self._words[:example], self._words[example:]
+        self._inner = [word.lower() for word in common]
+        self._words: list[str] = []
 
     def first(self, number: int) -> list[str]:
         while len(self._words) < number:
-            pair = wordlists.pair(self._pairs)
-            if pair not in self._taken and not any(word in pair.lower() for word in self._forbidden):
-                self._taken.add(pair)
-                self._words.append(pair)
+            self._words.append(self._next())
         return self._words[:number]
+
+    def _next(self) -> str:
+        for word in self._singles:
+            if word not in self._taken:
+                return word
+        while True:
+            pair = wordlists.pair(self._pairs)
+            if pair not in self._taken and not any(word in pair.lower() for word in self._inner):
+                self._taken.add(pair)
+                return pair
 
 
 class _ListDraft:
@@ -95,21 +99,22 @@ class _ListDraft:
         before: str,
         common: Sequence[str],
         others: _OtherWords,
+        in_example: int,
         task: CommonWordsTask,
-        most: int,
         draws: Draws,
     ):
         self.least = len(common) + _LEAST_OTHER_WORDS
-        self.most = most
+        self.most = max(self.least, len(common) + task.room // task.list.other)
         self.cost = task.cost
         self._before = before
         self._common = common
         self._others = others
+        self._in_example = in_example
         self._shape = task.list
         self._draws = draws
 
     def render(self, units: int) -> Prompt:
-        others = self._others.first(units - len(self._common))
+        others = self._others.first(self._in_example + units - len(self._common))[self._in_example :]
         text = _numbered(self._common, others, self._shape.common, self._shape.other, self._draws("list order"))
         return Prompt(
             context=f"{self._before}{COMMON_WORDS.before}{text}{COMMON_WORDS.gap}",
@@ -134,17 +139,20 @@ class FrequentWordsTask:
         self.settings = settings
         self.meter = meter
         self.room = room
-        # a rank whose share of a text of `room` words is less than one word is never seen
-        seen = int(room ** (1 / settings.alpha)) + 1
-        self.vocabulary = max(settings.answers + 2, min(context // settings.context_per_word, seen))
         total = float(zeta(settings.alpha))
-        self.shares = [rank**-settings.alpha / total for rank in range(1, self.vocabulary + 1)]
+        # from this length on each answer is more frequent than the next, and the last than any other word
+        last, other = settings.answers + 1, settings.answers + 2
+        self.least = math.ceil(total / (last**-settings.alpha - other**-settings.alpha))
+        # ranks whose share of a text of that many words is one word or more; the others are never seen
+        seen, always_seen = (int((words / total) ** (1 / settings.alpha)) for words in (room, self.least))
+        vocabulary = max(always_seen, other, min(context // settings.context_per_word, seen))
+        self.shares = [rank**-settings.alpha / total for rank in range(1, vocabulary + 1)]
 
     def draft(self, sample: int, draws: Draws) -> Draft:
         """One sample; `sample` itself is not used, all chance comes from `draws`."""
         rng = draws("vocabulary")
         words: dict[str, None] = {self.settings.noise: None}
-        while len(words) < self.vocabulary:
+        while len(words) < len(self.shares):
             words["".join(rng.choices(string.ascii_lowercase, k=self.settings.letters))] = None
         return _CodedDraft(list(words), self, draws)
 
@@ -159,9 +167,7 @@ class _CodedDraft:
         self._tokens = task.meter.texts([f" {word}" for word in words])
         self._answers = tuple(words[1 : 1 + settings.answers])
         self._draws = draws
-        # from here on each answer is more frequent than the next, and the last than any other word
-        gap = self._shares[settings.answers] - self._shares[settings.answers + 1]
-        self.least = math.ceil(1 / gap)
+        self.least = task.least
         self.most = max(task.room, self.least)
 
     def cost(self, units: int) -> float:
