@@ -158,7 +158,7 @@ class EvictionCache(Cache):
         step = Pass.plan(self, new.shape[2], real)
         self._make_room(step, new)
         if not step.single:
-            self._straighten()
+            self.straighten()
         elif self.shift is not None and not step.dense:
             shifts = [max(0, seen - entries[0]) for seen, entries in zip(step.seen, step.entries, strict=True)]
             self.count_bytes(self.shift.begin([layer.buffers.get("keys") for layer in self.layers], shifts))
@@ -239,7 +239,7 @@ class EvictionCache(Cache):
             if layer.buffers:
                 layer.resize(rows, capacity, layer.buffers["keys"])
 
-    def _straighten(self) -> None:
+    def straighten(self) -> None:
         """Before a chunk: fill the holes that decode left, and put the sinks' keys back as they were cached."""
         if self.shift is not None:
             self.shift.restore([layer.buffers.get("keys") for layer in self.layers])

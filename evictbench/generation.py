@@ -1,0 +1,273 @@
+"""Prefill alone, decode together: each prompt in its own row without padding, rows decode as one batch, and a
+finished row is replaced at once by the next prompt."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from evictbench.budget import Budget
+    from evictbench.cache import EvictionCache
+    from evictbench.policy import Policy
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to answer.
+
+    prompt: token ids, never encoded again. border: index of the first question token, where the context alone is
+    compressed; None: the whole prompt is. stop: strings that end the answer and are cut from it.
+    """
+
+    key: Hashable
+    prompt: tuple[int, ...]
+    border: int | None
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer, and what it cost.
+
+    tokens: generated ids, the end-of-sequence token left out. truncated: `max_new_tokens` came before an end.
+    occupancy: entries per KV head that its decode queries saw, charged state included, 0 where there was none.
+    cache_bytes: its row of the decode cache; prefill_peak_bytes: the cache at the fullest moment of its prompt.
+    decode_seconds: its share of the steps it took part in (a step's wall time over its rows), the first token
+    excluded, which first_token_seconds counts from the start of its prefill.
+    """
+
+    key: Hashable
+    tokens: tuple[int, ...]
+    text: str
+    truncated: bool
+    occupancy_max: int
+    occupancy_mean: float
+    cache_bytes: int
+    prefill_peak_bytes: int
+    prefill_seconds: float
+    first_token_seconds: float
+    decode_seconds: float
+    decode_steps: int
+
+
+@dataclass
+class _Row:
+    """A sequence being decoded; the last of `tokens` has not been fed yet."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    prefill_peak_bytes: int = 0
+    prefill_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    ended: bool = False
+
+
+class Generator:
+    """Greedy generation under a policy.
+
+    budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
+    batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
+    Nothing lives between two calls of `run`. Raises UserError for an impossible budget.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy: Policy,
+        budget: Budget | None,
+        *,
+        prefill: Literal["native", "dense", "bounded"] = "native",
+        chunk: int = 512,
+        batch_size: int = 8,
+    ) -> None:
+        if chunk < 1:
+            raise UserError(f"A chunk has 1 token or more, not {chunk}.")
+        if batch_size < 1:
+            raise UserError(f"A batch has 1 row or more, not {batch_size}.")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.policy = policy
+        self.budget = budget
+        self.prefill = prefill
+        self.chunk = chunk
+        self.batch_size = batch_size
+        # The argument was renamed in transformers 5.24.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._ends = _end_tokens(model, tokenizer)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Answer every request; completions come as they finish, in any order."""
+        import torch
+
+        coming = iter(requests)
+        again: deque[Request] = deque()
+        active: list[_Row] = []
+        cache: EvictionCache | None = None
+        request: Request | None = None
+        with torch.inference_mode():
+            while True:
+                try:
+                    while len(active) < self.batch_size:
+                        request = again.popleft() if again else next(coming, None)
+                        if request is None:
+                            break
+                        row, prompt = self._prefill(request)
+                        if row.ended:
+                            yield self._completion(row, None, 0)
+                            continue
+                        if cache is None:
+                            cache = self._new_cache(rows=self.batch_size)
+                        self._admit(cache, prompt)
+                        active.append(row)
+                        request = None
+                    if not active or cache is None:
+                        return
+                    self._step(active, cache)
+                except torch.OutOfMemoryError:
+                    if not active:
+                        raise
+                    # A step that failed half-way has left some layers ahead of others: start these rows again.
+                    again.extendleft(row.request for row in reversed(active))
+                    if request is not None:
+                        again.append(request)
+                    self.batch_size = max(1, len(active) // 2)
+                    active, cache, request = [], None, None
+                    if torch.cuda.is_available():
+                        torch.cuda.empty_cache()
+                    continue
+                for index in range(len(active) - 1, -1, -1):
+                    if active[index].ended:
+                        yield self._completion(active[index], cache, index)
+                        self._release(cache, index)
+                        active[index] = active[-1]
+                        active.pop()
+
+    def _new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
+        from evictbench.cache import EvictionCache
+
+        return EvictionCache(
+            self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows
+        )
+
+    def _prefill(self, request: Request) -> tuple[_Row, EvictionCache]:
+        """Feed a prompt in chunks, the question as one more, and choose the first token."""
+        if not request.prompt:
+            raise UserError("A prompt has no tokens.")
+        started = time.perf_counter()
+        length = len(request.prompt)
+        border = request.border if request.border and request.border < length else length
+        cache = self._new_cache(prompt_length=border)
+        bounds = [*range(0, border, self.chunk), border, *([length] if border < length else [])]
+        logits: Any = None
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            logits = self._forward(cache, [list(request.prompt[start:stop])], [start])
+        row = _Row(request, prefill_peak_bytes=cache.bytes_peak)
+        token = int(logits[0].argmax())
+        row.prefill_seconds = row.first_token_seconds = time.perf_counter() - started
+        self._take(row, token)
+        return row, cache
+
+    def _step(self, active: list[_Row], cache: EvictionCache) -> None:
+        """Feed every row's last token, and take the next."""
+        started = time.perf_counter()
+        logits = self._forward(cache, [[row.tokens[-1]] for row in active], cache.seen)
+        tokens = logits.argmax(-1).tolist()
+        share = (time.perf_counter() - started) / len(active)
+        for row, token in zip(active, tokens, strict=True):
+            row.decode_seconds += share
+            row.decode_steps += 1
+            self._take(row, token)
+
+    def _forward(self, cache: EvictionCache, tokens: list[list[int]], starts: list[int]) -> Any:
+        """Logits `[rows, vocabulary]` after the last token of each row."""
+        import torch
+
+        device = self.model.get_input_embeddings().weight.device
+        input_ids = torch.tensor(tokens, device=device)
+        position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
+        output = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._cache_argument: cache},
+        )
+        return output.logits[:, -1]
+
+    def _take(self, row: _Row, token: int) -> None:
+        """Add a chosen token to a row, or end it."""
+        if token in self._ends:
+            row.ended = True
+            return
+        row.tokens.append(token)
+        row.ended = len(row.tokens) >= row.request.max_new_tokens or self._stopped(row)
+
+    def _stopped(self, row: _Row) -> bool:
+        """A stop string has come. Only the tail that can hold one is decoded: a character has at most four tokens."""
+        if not row.request.stop:
+            return False
+        tail = 4 * max(len(stop) for stop in row.request.stop) + 4
+        text = self._decode(row.tokens[-tail:])
+        return any(stop in text for stop in row.request.stop) and self._cut(row) is not None
+
+    def _cut(self, row: _Row) -> str | None:
+        """The text before the first stop string, None where there is none."""
+        text = self._decode(row.tokens)
+        found = [at for stop in row.request.stop if (at := text.find(stop)) >= 0]
+        return text[: min(found)] if found else None
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text if isinstance(text, str) else "".join(text)
+
+    def _completion(self, row: _Row, cache: EvictionCache | None, index: int) -> Completion:
+        cut = self._cut(row) if row.request.stop else None
+        occupancy = cache.occupancy[index] if cache is not None else None
+        full = len(row.tokens) >= row.request.max_new_tokens
+        return Completion(
+            key=row.request.key,
+            tokens=tuple(row.tokens),
+            text=self._decode(row.tokens) if cut is None else cut,
+            truncated=full and cut is None,
+            occupancy_max=occupancy.largest if occupancy else 0,
+            occupancy_mean=occupancy.total / occupancy.steps if occupancy and occupancy.steps else 0.0,
+            cache_bytes=cache.nbytes() // self.batch_size if cache is not None else 0,
+            prefill_peak_bytes=row.prefill_peak_bytes,
+            prefill_seconds=row.prefill_seconds,
+            first_token_seconds=row.first_token_seconds,
+            decode_seconds=row.decode_seconds,
+            decode_steps=row.decode_steps,
+        )
+
+    @staticmethod
+    def _admit(cache: EvictionCache, prompt: EvictionCache) -> None:
+        from evictbench.rows import admit
+
+        admit(cache, prompt)
+
+    @staticmethod
+    def _release(cache: EvictionCache, row: int) -> None:
+        from evictbench.rows import release
+
+        release(cache, row)
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a sequence, from the model's generation config, else from the tokenizer."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = tokenizer.eos_token_id if ends is None else ends
+    return frozenset([ends] if isinstance(ends, int) else ends or [])
