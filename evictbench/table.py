@@ -16,7 +16,7 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     """What is about to run, defaults spelled out: pairs of a heading and its text."""
     settings, checked, protocol = plan.settings, plan.checked, plan.identity["protocol"]
     policy = ", ".join(f"{name}={value}" for name, value in checked.chosen.settings.items())
-    mode = settings.prefill
+    mode: str = settings.prefill
     if mode == "native":
         mode = f"native ({plan.policy.prefill})" if checked.budget is not None else "native (nothing is cut)"
     lengths = [len(planned.prompt.ids) for planned in plan.prompts]

@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from evictbench.suite import PreparedSuite, Suite
 
 METRIC = "score"
+
+ENCODED_TOGETHER = 16
+"""Prompts encoded at a time, over all cores."""
+
+CHAT_DAY = date(2024, 7, 26)
+"""The day that it is for chat templates that ask, so that a prompt is the same every day."""
 
 FEWSHOT_SEED = 1234
 """lm-eval's own default for drawing examples, where a task has any."""
@@ -69,12 +76,6 @@ def version_of(task: ConfigurableTask) -> str:
     return str(task.VERSION)
 
 
-def documents(task: ConfigurableTask, limit: int | None) -> int:
-    """How many documents a run of `limit` takes from this task."""
-    count = len(task.task_docs)
-    return count if limit is None else min(limit, count)
-
-
 def prompts(
     task: ConfigurableTask,
     tokenizer: PreTrainedTokenizerBase,
@@ -91,13 +92,17 @@ def prompts(
     stop = tuple(text for text in _listed(generation.get("until")) if text)
     limit_of_card = int(generation["max_gen_toks"])
     prefix = () if chat else _text_prefix(tokenizer)
-    for doc_id, doc in enumerate(islice(task.task_docs, limit)):
-        text = render(task, doc, tokenizer if chat else None)
-        end = None
+    documents = enumerate(islice(task.task_docs, limit))
+    while batch := list(islice(documents, ENCODED_TOGETHER)):
+        texts = [render(task, doc, tokenizer if chat else None) for _, doc in batch]
+        ends = None
         if context_field is not None:
-            end = _context_end(text, task.doc_to_text(doc), doc[context_field], task.task_name, doc_id)
-        ids, border = encode(text, tokenizer, prefix, end)
-        yield Prompt(task.task_name, doc_id, array("I", ids), border, limit_of_card, stop)
+            ends = [
+                _context_end(text, task.doc_to_text(doc), doc[context_field], task.task_name, doc_id)
+                for text, (doc_id, doc) in zip(texts, batch, strict=True)
+            ]
+        for (doc_id, _), (ids, border) in zip(batch, encode(texts, tokenizer, prefix, ends), strict=True):
+            yield Prompt(task.task_name, doc_id, array("I", ids), border, limit_of_card, stop)
 
 
 def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str:
@@ -111,7 +116,9 @@ def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrained
         assert tokenizer is not None
         answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         turns = messages[:-1] if answer else messages
-        header = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        header = tokenizer.apply_chat_template(
+            turns, chat_template=_on_chat_day(tokenizer), tokenize=False, add_generation_prompt=True
+        )
         return str(header) + answer
 
     context = task.fewshot_context(
@@ -127,28 +134,31 @@ def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrained
 
 
 def encode(
-    text: str, tokenizer: PreTrainedTokenizerBase, prefix: Sequence[int] = (), context_end: int | None = None
-) -> tuple[list[int], int | None]:
-    """Encode a prompt, and find its border: the first token whose offset begins at or after `context_end`.
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: Sequence[int] = (),
+    context_ends: Sequence[int] | None = None,
+) -> Iterator[tuple[list[int], int | None]]:
+    """Encode prompts; with `context_ends`, find the border of each: its first token whose offset begins at or after
+    the end of its context.
 
-    prefix: ids to put in front, unless the text begins with them already. A token that holds the end of the context
+    prefix: ids to put in front, unless a text begins with them already. A token that holds the end of the context
     and the beginning of the question counts as context. (A byte-level tokenizer may leave the blanks before a word
     out of its offset; at worst that makes a blank at the context's end part of the question.)
     """
-    offsets = context_end is not None
-    if offsets and not tokenizer.is_fast:
+    if context_ends is not None and not tokenizer.is_fast:
         raise UserError(
             "This model's tokenizer does not say where its tokens lie in the text, so the border before the question "
             "cannot be found: use --question seen."
         )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets)
-    ids: list[int] = list(encoded["input_ids"])
-    front = [] if ids[: len(prefix)] == list(prefix) else list(prefix)
-    if context_end is None:
-        return front + ids, None
-    starts = (start for start, _ in encoded["offset_mapping"])
-    border = next((i for i, start in enumerate(starts) if start >= context_end), None)
-    return front + ids, None if border is None else border + len(front)
+    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=context_ends is not None)
+    for index, ids in enumerate(encoded["input_ids"]):
+        front = [] if list(ids[: len(prefix)]) == list(prefix) else list(prefix)
+        border = None
+        if context_ends is not None:
+            starts = (start for start, _ in encoded["offset_mapping"][index])
+            border = next((i for i, start in enumerate(starts, len(front)) if start >= context_ends[index]), None)
+        yield [*front, *ids], border
 
 
 def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
@@ -171,6 +181,16 @@ def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer brings a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def _on_chat_day(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's chat template, with its clock stopped. (Templates take data from outside, and no functions.)"""
+    template = str(tokenizer.get_chat_template())
+    if "strftime_now" not in template:
+        return template
+    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBdHIjmMpSyY")]
+    replaced = "".join(f"|replace('{code}', '{CHAT_DAY.strftime(code)}')" for code in codes)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{replaced} }}}}{{%- endmacro -%}}{template}"
 
 
 def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

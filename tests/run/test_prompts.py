@@ -4,6 +4,7 @@ import pytest
 from fake_plugins import TOY, make_tokenizer, prepare
 
 from evictbench import tasks
+from evictbench.errors import UserError
 from evictbench.suite import SuiteRequest
 
 
@@ -42,9 +43,8 @@ def test_b1_extra_bos(template_bos, text_bos, eos, chat):
 def test_b1_a_text_that_begins_with_bos_gets_no_other():
     tokenizer = make_tokenizer(text_bos=True)
     bos = tokenizer.bos_token_id
-    ids, border = tasks.encode("<s>abc", tokenizer, (bos,), context_end=4)
-    assert ids == [bos, *tokenizer("abc", add_special_tokens=False)["input_ids"]]
-    assert border == 2
+    (with_bos, without) = tasks.encode(["<s>abc", "abc"], tokenizer, (bos,), context_ends=[4, 1])
+    assert with_bos == without == ([bos, *tokenizer("abc", add_special_tokens=False)["input_ids"]], 2)
 
 
 def test_the_chat_prompt_is_one_user_turn_and_the_answer_prefix_after_the_header():
@@ -88,7 +88,7 @@ def test_the_border_is_in_tokens_also_where_letters_are_several():
     tokenizer = make_tokenizer()
     text = "é🐦 naïve: 東京 the end. Who?"
     end = text.index(" Who?")
-    ids, border = tasks.encode(text, tokenizer, (), end)
+    ((ids, border),) = tasks.encode([text], tokenizer, (), [end])
     assert tokenizer.decode(ids[:border]) == text[:end]
     assert tokenizer.decode(ids[border:]) == " Who?"
 
@@ -150,3 +150,29 @@ def test_a_task_without_a_score_is_an_error(monkeypatch, found):
     monkeypatch.setattr(task.config, "process_results", lambda doc, results: found)
     with pytest.raises(RuntimeError, match="gave no score between 0 and 1"):
         tasks.score(task, 0, "text")
+
+
+def test_many_prompts_are_encoded_like_one(monkeypatch):
+    tokenizer = make_tokenizer()
+    _, many = prompts(tokenizer, chat=True, limit=7)
+    monkeypatch.setattr(tasks, "ENCODED_TOGETHER", 1)
+    _, single = prompts(tokenizer, chat=True, limit=7)
+    assert [prompt.doc_id for prompt in many] == list(range(7))
+    assert many == single
+
+
+def test_a_template_that_asks_for_the_day_is_told_the_same_every_day():
+    tokenizer = make_tokenizer()
+    plain = tokenizer.chat_template
+    asking = "{% if strftime_now is defined %}{% set today = strftime_now('%A, %-d %b %Y') %}{% endif %}"
+    tokenizer.chat_template = asking + "{{ today }}. " + plain
+    _, made = prompts(tokenizer, chat=True, limit=1)
+    assert tokenizer.decode(made[0].ids).startswith("Friday, 26 Jul 2024. <s><user>Remember")
+
+
+def test_a_tokenizer_without_offsets_is_refused_only_where_the_border_is_needed(monkeypatch):
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    assert prompts(tokenizer, chat=True, context_field=None)[1]
+    with pytest.raises(UserError, match="use --question seen"):
+        prompts(tokenizer, chat=True)
