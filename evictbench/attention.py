@@ -85,6 +85,7 @@ def _view(layer: SlotLayer, step: Pass) -> Step:
         state={name: layer.buffers[name][:rows, :, :used] for name in cache.slot_tensors},
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
+        steady=all(entries[0] == entries[-1] for entries in step.entries),
     )
 
 

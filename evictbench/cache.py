@@ -54,7 +54,7 @@ class EvictionCache(Cache):
     Raises UserError for a missing or impossible budget.
     """
 
-    layers: list[SlotLayer]
+    layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class EvictionCache(Cache):
             else:
                 alive = (deadlines > step.following(device)) & (positions >= 0)
                 index = in_slot_order(alive[chosen], target)
-            capacity = self._capacity_after_cut(step) if group is None else None
+            capacity = self._capacity_after_cut(step, layers[0].capacity) if group is None else None
             for layer in layers:
                 layer.compact(group, index.to(layer.buffers["keys"].device), capacity)
             self.count_bytes(-placement.nbytes())
@@ -286,12 +286,12 @@ class EvictionCache(Cache):
             self.count_bytes(placement.nbytes())
         placement.free[:rows] = step.free_slots(placement.device)
 
-    def _capacity_after_cut(self, step: Pass) -> int | None:
+    def _capacity_after_cut(self, step: Pass, now: int) -> int | None:
         """Slots of the buffers that replace a prompt's, so that its memory is freed; None: cut in place."""
         if step.single or not (self.prompt_done or step.ends_prompt):
             return None
         capacity = max(entries[-1] for entries in step.entries)
-        return capacity if capacity < self.layers[-1].capacity else None
+        return capacity if capacity < now else None
 
     def _protected(self, step: Pass, positions: Tensor) -> Tensor:
         """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool."""

@@ -32,12 +32,14 @@ def static_deadlines(
     *,
     sinks: int,
     recent: Tensor | int,
+    steady: bool,
 ) -> Tensor:
     """The first query position that may no longer see each entry; NEVER where that lies beyond this chunk.
 
     score, positions: `[rows, sets, slots]`, stored and new entries alike, position -1 where a slot is empty.
     query_positions: `[rows, queries]`, -1 for (left) padding; budgets: `[rows, queries + 1]`, the last one for the
-    query after the chunk; recent: int or shaped like budgets, counts the query's own entry. Returns int64.
+    query after the chunk; recent: int or shaped like budgets, counts the query's own entry; steady: all
+    budgets of a row are equal. Returns int64.
     """
     score = score.expand(positions.shape)
     queries = query_positions.shape[1]
@@ -59,8 +61,7 @@ def static_deadlines(
         last_out[:, None].expand(-1, pos.shape[1], -1).contiguous(), pos.contiguous(), right=False
     )
     rank = rank_by_score(score, positions).masked_fill(~candidate, NEVER)
-    constant = bool((pool_size == pool_size[:, :1]).all()) and bool((last_out.diff(dim=1) == 1).all())
-    find = _by_counting if constant else _by_recursion
+    find = _by_counting if steady else _by_recursion
     died = find(rank, entry.masked_fill(~candidate, queries + 1), pool_size)
     deadline = first[:, None, None] + died
     return deadline.masked_fill(~candidate | (died > queries), NEVER)
@@ -90,17 +91,14 @@ def _by_counting(rank: Tensor, entry: Tensor, pool_size: Tensor) -> Tensor:
 
 
 def _by_recursion(rank: Tensor, entry: Tensor, pool_size: Tensor) -> Tensor:
-    """Growing pool: at each step the newcomers join, and the worst leave until the pool fits."""
+    """Growing pool: at each step the newcomer joins, and the worst leaves if the pool is too small for both."""
     queries = pool_size.shape[1] - 1
     died = torch.full_like(rank, queries + 1)
     alive = entry == 0
     for step in range(1, queries + 1):
         alive = alive | (entry == step)
-        surplus = alive.sum(-1, keepdim=True) - pool_size[:, None, step : step + 1]
-        while bool((surplus > 0).any()):
-            worst = rank.masked_fill(~alive, -1).argmax(-1, keepdim=True)
-            leaves = surplus > 0
-            died.scatter_(-1, worst, torch.where(leaves, step, died.gather(-1, worst)))
-            alive = alive.scatter(-1, worst, alive.gather(-1, worst) & ~leaves)
-            surplus = surplus - leaves.long()
+        leaves = alive.sum(-1, keepdim=True) > pool_size[:, None, step : step + 1]
+        worst = rank.masked_fill(~alive, -1).argmax(-1, keepdim=True)
+        died.scatter_(-1, worst, torch.where(leaves, step, died.gather(-1, worst)))
+        alive = alive.scatter(-1, worst, alive.gather(-1, worst) & ~leaves)
     return died

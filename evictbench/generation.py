@@ -4,6 +4,7 @@ finished row is replaced at once by the next prompt."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
@@ -173,7 +174,7 @@ class Generator:
         cache = self._new_cache(prompt_length=border)
         bounds = [*range(0, border, self.chunk), border, *([length] if border < length else [])]
         logits: Any = None
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
             logits = self._forward(cache, [list(request.prompt[start:stop])], [start])
         row = _Row(request, prefill_peak_bytes=cache.bytes_peak)
         token = int(logits[0].argmax())
@@ -196,7 +197,7 @@ class Generator:
         """Logits `[rows, vocabulary]` after the last token of each row."""
         import torch
 
-        device = self.model.get_input_embeddings().weight.device
+        device = self.model.device
         input_ids = torch.tensor(tokens, device=device)
         position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
         output = self.model(

@@ -73,7 +73,7 @@ class Step:
     state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
-    them (state that the policy charges already taken off).
+    them (state that the policy charges already taken off); steady: they are all the same for a row.
     """
 
     layer: int
@@ -84,6 +84,7 @@ class Step:
     state: Mapping[str, Tensor]
     query_positions: Tensor
     budgets: Tensor
+    steady: bool
     signals: Signals = field(default_factory=Signals)
 
 
@@ -192,4 +193,5 @@ class Policy:
             step.budgets,
             sinks=self.sinks,
             recent=self.recent(step.budgets),
+            steady=step.steady,
         )

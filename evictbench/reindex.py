@@ -51,7 +51,8 @@ def inverse_frequencies(model: PreTrainedModel) -> Tensor:
     apply = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
     if len(owners) != 1 or apply is None:
         raise UserError(f"Re-indexed sinks need one rotary embedding, and this model has {len(owners)}; {advice}")
-    inv_freq: Tensor = owners[0].inv_freq
+    inv_freq = owners[0].inv_freq
+    assert isinstance(inv_freq, Tensor)
     _check_convention(apply, inv_freq, model, advice)
     return inv_freq
 
@@ -104,13 +105,13 @@ class SinkShift:
             self._turned = {}
             return 0
         rows = len(shifts)
-        keys = [tensor for tensor in keys if tensor is not None]
+        present = [tensor for tensor in keys if tensor is not None]
         held_before = self.nbytes()
-        self._reserve(keys, rows)
+        self._reserve(present, rows)
         fresh = [row for row in range(rows) if not self._captured[row]]
         for row in fresh:
             for layer, (device, place) in self._place.items():
-                self._held[device][place, row] = keys[layer][row, :, : self.sinks]
+                self._held[device][place, row] = present[layer][row, :, : self.sinks]
             self._captured[row] = shifts[row] > 0
         for device, held in self._held.items():
             shift = torch.tensor(shifts, device=device).view(1, rows, 1, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from evictbench.cache import GROWTH_BLOCK, EvictionCache
 from evictbench.passes import Occupancy
 from evictbench.placement import EMPTY
@@ -54,6 +56,7 @@ def release(cache: EvictionCache, row: int) -> None:
             placement.free[row] = placement.free[last]
         if cache.shift is not None:
             cache.shift.move_row(last, row)
-    for items in (cache.seen, cache.held, cache.prompts, cache.holes, cache.occupancy):
-        items[row] = items[last]  # type: ignore[index]
+    lists: tuple[list[Any], ...] = (cache.seen, cache.held, cache.prompts, cache.holes, cache.occupancy)
+    for items in lists:
+        items[row] = items[last]
         items.pop()

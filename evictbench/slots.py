@@ -24,7 +24,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, cache: EvictionCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache = cache
         self.index = index
         self.buffers: dict[str, Tensor] = {}

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from twin.cases import Case, cases
-
 from engine import run_case
-from evictbench.cache import model_shape
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random, priority
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
+from hypothesis import HealthCheck, assume, given, settings
+from twin.cases import Case, cases
+
+from evictbench.cache import model_shape
 from evictbench.policy import Policy
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, Random, StreamingLLM, TOVA, H2O, SnapKV)}
