@@ -67,8 +67,12 @@ class ProgressLine:
             self.live.update(self.bar, description=text)
 
     def planned(self, plan: Plan, finished: int) -> None:
-        """Hand over to `describe`."""
+        """Hand over to `describe`, with the live line out of its way."""
+        if self.live is not None:
+            self.live.stop()
         self.describe(plan, finished)
+        if self.live is not None:
+            self.live.start()
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the line."""

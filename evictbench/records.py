@@ -125,6 +125,8 @@ def open_run(path: Path, identity: Mapping[str, Any]) -> Iterator[RunFolder]:
     except OSError as error:
         raise UserError(f"Results cannot be written to {path}: {error.strerror or error}.") from error
     try:
+        for unfinished in path.glob(".*.json-*"):  # left by a process that was killed
+            unfinished.unlink()
         if (path / RUN).exists():
             run = read_run(path)
             if run["fingerprint"] != fingerprint(identity):

@@ -43,7 +43,7 @@ def run_and_show(settings: Settings, as_json: bool) -> int:
         return 130
     summary = outcome.summary
     if summary["tasks"]:
-        report.print(table.result_table(summary))
+        report.print(*table.result_tables(summary, report))
         say(table.LEGEND)
     if as_json:
         print(json.dumps(summary, indent=2, ensure_ascii=False))

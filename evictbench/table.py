@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from evictbench.plan import Plan
@@ -43,39 +44,54 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     return [(heading, text) for heading, text in rows if text]
 
 
-def result_table(summary: Mapping[str, Any]) -> Table:
-    """Scores and costs, one row per task and, where there are several, one for their mean."""
+COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("score", lambda row: f"{100 * row['score']:.1f}"),
+    ("95%\ninterval", lambda row: _interval(row["interval"])),
+    ("n", lambda row: _count(row["samples"], row["asked"])),
+    ("entries\nmax", lambda row: str(row["occupancy_max"])),
+    ("entries\nmean", lambda row: _short(row["occupancy_mean"])),
+    ("tokens\nout", lambda row: _short(row["output_tokens"])),
+    ("cut\noff", lambda row: f"{100 * row['truncated']:.0f}%"),
+    ("cache", lambda row: human_bytes(row["cache_bytes"])),
+    ("prefill\npeak", lambda row: human_bytes(row["prefill_peak_bytes"])),
+    ("prefill\ns", lambda row: _short(row["prefill_seconds"])),
+    ("decode\ns", lambda row: _short(row["decode_seconds"])),
+    ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
+)
+"""What a result's table shows of a row of its summary."""
+
+COSTS = 7
+"""The first column that is about memory and time: where the table is cut in two on a narrow terminal."""
+
+
+def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
+    """Scores and costs, one row per task and, where there are several, one for their mean: one table, or two below
+    each other where the console is too narrow for one."""
+    whole = _table(summary, COLUMNS)
+    if console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width:
+        return [whole]
+    return [_table(summary, COLUMNS[:COSTS]), _table(summary, COLUMNS[COSTS:])]
+
+
+def _table(summary: Mapping[str, Any], columns: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("task", no_wrap=True)
-    for heading in (
-        "score",
-        "95%\ninterval",
-        "n",
-        "entries\nmax",
-        "entries\nmean",
-        "cache",
-        "prefill\npeak",
-        "prefill\ns",
-        "decode\ns",
-        "decode\ntok/s",
-        "tokens\nout",
-        "cut\noff",
-    ):
+    for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary["tasks"].items():
-        table.add_row(name, *_cells(row))
+        table.add_row(name, *(cell(row) for _, cell in columns))
     if len(summary["tasks"]) > 1:
         table.add_section()
-        table.add_row("mean", *_cells(summary["mean"]), style="bold")
+        table.add_row("mean", *(cell(summary["mean"]) for _, cell in columns), style="bold")
     return table
 
 
 LEGEND = (
-    "entries: cache entries per KV head that a decode query saw; cache, peak, prefill s, decode s, tokens: per sample; "
-    "cut off: answers stopped by the token limit."
+    "entries: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
+    "cut off: answers stopped by the token limit; tok/s: all rows together."
 )
 
 
@@ -88,23 +104,12 @@ def human_bytes(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    interval, speed = row["interval"], row["decode_tokens_per_second"]
-    whole = row["samples"] == row["asked"]
-    return [
-        f"{100 * row['score']:.1f}",
-        "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}",
-        str(row["samples"]) if whole else f"{row['samples']}/{row['asked']}",
-        str(row["occupancy_max"]),
-        _short(row["occupancy_mean"]),
-        human_bytes(row["cache_bytes"]),
-        human_bytes(row["prefill_peak_bytes"]),
-        _short(row["prefill_seconds"]),
-        _short(row["decode_seconds"]),
-        "-" if speed is None else _short(speed),
-        _short(row["output_tokens"]),
-        f"{100 * row['truncated']:.0f}%",
-    ]
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}"
+
+
+def _count(samples: int, asked: int) -> str:
+    return str(samples) if samples == asked else f"{samples}/{asked}"
 
 
 def _short_hash(text: str) -> str:
@@ -112,7 +117,9 @@ def _short_hash(text: str) -> str:
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", text)
 
 
-def _short(number: float) -> str:
+def _short(number: float | None) -> str:
+    if number is None:
+        return "-"
     return f"{number:.0f}" if number >= 99.5 else f"{number:.3g}"
 
 

@@ -229,6 +229,13 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     assert [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
+    path = make(tmp_path, [line(0)])
+    (path / ".summary.json-abc").write_text('{"half')
+    make(tmp_path, [line(1)])
+    assert sorted(one.name for one in path.iterdir()) == [".lock", "run.json", "samples.jsonl"]
+
+
 def test_token_ids_are_packed_and_unpacked():
     ids = [0, 1, 127, 50_000, 4_000_000_000]
     packed = records.pack_ids(ids)

@@ -55,6 +55,15 @@ def test_a_terminal_gets_a_live_line():
     assert "1/2 done, score 100.0" in file.getvalue()
 
 
+def test_the_live_line_is_out_of_the_way_while_the_run_is_described():
+    running = []
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with ProgressLine(console, lambda *_: running.append(progress.live.live.is_started)) as progress:
+        progress.planned(None, 0)
+        assert progress.live.live.is_started
+    assert running == [False]
+
+
 def test_warnings_are_not_read_as_markup():
     file = io.StringIO()
     progress = ProgressLine(Console(file=file), lambda *_: None)

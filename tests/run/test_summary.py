@@ -1,7 +1,11 @@
 """From sample lines to rows: means, shares, rates, loops."""
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from evictbench import table
 from evictbench.summary import MEANS, repeats_itself, summarise, tokens_per_second
 
 
@@ -52,3 +56,24 @@ def test_no_samples_is_no_table():
 )
 def test_a_loop_at_the_end_is_seen(tokens, loops):
     assert repeats_itself(tokens) is loops
+
+
+def shown(width):
+    lines = [line("niah_multiquery", 1.0, decode_seconds=1e3), line("niah_multiquery", 0.25), line("vt", 0.5)]
+    summary = summarise(lines, {"niah_multiquery": 2, "vt": 2})
+    console = Console(file=io.StringIO(), width=width)
+    console.print(*table.result_tables(summary, console))
+    return console.file.getvalue()
+
+
+def test_a_wide_console_gets_one_table_and_a_narrow_one_two():
+    assert shown(160).count("niah_multiquery") == 1
+    assert shown(80).count("niah_multiquery") == 2
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_no_number_is_cut_off_at_any_usual_width(width):
+    text = shown(width)
+    assert "…" not in text
+    for said in ("62.5", "50.0", "1/2", "-", "0%"):
+        assert said in text
