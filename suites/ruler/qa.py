@@ -31,11 +31,9 @@ class QuestionTask:
         """The question's own documents, then others of the same article, then any, all in random order."""
         question = self.corpus.questions[sample]
         known = {*question.documents, *question.related}
-        strangers = (i for i in range(len(self.corpus.documents)) if i not in known)
-        others = chain(
-            shuffled(draws("related"), question.related),
-            shuffled(draws("strangers"), strangers),
-        )
+        everything = shuffled(draws("strangers"), range(len(self.corpus.documents)))
+        strangers = (number for number in everything if number not in known)
+        others = chain(shuffled(draws("related"), question.related), strangers)
         return _Draft(question, self._filling(question, others), self, draws)
 
     def questions_that_fit(self, wanted: int, first: int | None = None) -> list[int]:

@@ -13,6 +13,8 @@ from evictbench.suites.ruler.niah import DEPTHS
 from evictbench.suites.ruler.seeds import draws
 from evictbench.suites.ruler.tasks import NOISE, TASKS, Needles
 
+from evictbench.errors import UserError
+
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (\S+)\.(?=\s|$)")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 NIAH = [name for name, task in TASKS.items() if isinstance(task.settings, Needles)]
@@ -188,6 +190,16 @@ def test_frequent_words_have_zipf_counts_and_clear_answers(documents, context):
         for rank, (_, count) in enumerate(counts[:6], start=1):
             assert abs(count - noise / rank**2) <= 1 + 1 / rank**2
         assert len(counts) <= context // 50
+
+
+def test_frequent_words_are_clear_at_the_least_length(documents):
+    with pytest.raises(UserError) as error:
+        documents("fwe", context=60)
+    least = int(str(error.value).split("at least ")[1].split()[0])
+    for doc in documents("fwe", context=least, limit=10):
+        text = doc["context"].split("coded words. ")[1]
+        counts = [n for _, n in Counter(text.split()).most_common()]
+        assert counts[1] > counts[2] > counts[3] > counts[4]
 
 
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
