@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench import models, records, tasks
+from evictbench import devices, models, records, tasks
 from evictbench.errors import UserError
 from evictbench.settings import Checked, Settings, check
 
@@ -81,6 +81,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     model = Path(source.name).expanduser().resolve().name if source.kind == "local" else source.name
 
     phase("reading the model's config and tokenizer")
+    devices.check_device(settings.device)
     config = models.load_config(source, settings.trust_remote_code)
     tokenizer = models.load_tokenizer(source, settings.trust_remote_code)
     chat = _chat(settings, tokenizer)

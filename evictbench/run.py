@@ -170,7 +170,7 @@ def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any
         "text": completion.text,
         "tokens": list(completion.tokens),
         "output_tokens": len(completion.tokens),
-        "max_new_tokens": planned.max_new_tokens,
+        "token_limit": planned.max_new_tokens,
         "truncated": completion.truncated,
         "repetition": repeats_itself(completion.tokens),
         "prompt_tokens": len(prompt.ids),

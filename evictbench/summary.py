@@ -45,7 +45,7 @@ def summarise(lines: Iterable[Line], asked: Mapping[str, int]) -> dict[str, Any]
             "score": mean,
             "interval": interval,
             "samples": len(every),
-            "asked": sum(asked.values()),
+            "asked": sum(max(wanted, len(by_task.get(name, ()))) for name, wanted in asked.items()),
             "occupancy_max": max(row["occupancy_max"] for row in rows.values()),
             **whole,
             "decode_tokens_per_second": tokens_per_second(every),

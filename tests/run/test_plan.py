@@ -54,6 +54,8 @@ def changed(settings, **changes):
         ({"max_new_tokens": "450"}, "is more than the window of tiny, 512 tokens"),
         ({"max_new_tokens": "few"}, "--max-new-tokens takes a number above 0, card or auto"),
         ({"max_new_tokens": "0"}, "--max-new-tokens takes a number above 0"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "gpu"}, "gpu"),
         ({"limit": 0}, "--limit is 0; it has to be at least 1."),
         ({"context": -4}, "--context is -4"),
         ({"chunk": 0}, "--chunk is 0"),

@@ -72,7 +72,7 @@ def test_a_run_writes_every_sample_and_a_summary(settings):
     line = samples["toy_pairs", 1, 0]
     assert line["output_tokens"] == len(line["tokens"])
     assert line["session"] == 0
-    assert line["max_new_tokens"] == 20
+    assert line["token_limit"] == 20
     request = next(one for one in seen if one.key == ("toy_pairs", 1, 0))
     assert records.prompt_ids(line) == request.prompt
     assert (line["prompt_tokens"], line["border"]) == (len(request.prompt), request.border)
@@ -221,7 +221,7 @@ def test_b4_shortened_answers_are_warned_of_and_written(settings):
     assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)
     assert outcome.summary["answers_cut"] == {"toy_recall": 4, "toy_pairs": 4}
     assert outcome.summary["warnings"] == watch.warnings
-    assert {line["max_new_tokens"] for line in records.read_samples(outcome.plan.folder).values()} == {5}
+    assert {line["token_limit"] for line in records.read_samples(outcome.plan.folder).values()} == {5}
     plain, quiet, _ = go(settings)
     assert quiet.warnings == []
     assert plain.summary["answers_cut"] == {}

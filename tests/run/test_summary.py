@@ -23,6 +23,12 @@ def test_the_mean_weighs_tasks_alike():
     assert (summary["tasks"]["b"]["samples"], summary["tasks"]["b"]["asked"]) == (1, 3)
 
 
+def test_what_is_asked_for_is_never_less_than_what_is_there():
+    summary = summarise([line("a", 1.0), line("a", 1.0)], {"a": 1, "b": 5})
+    assert summary["tasks"]["a"]["asked"] == 2
+    assert summary["mean"]["asked"] == 7
+
+
 def test_the_maximum_is_the_maximum_and_shares_are_shares():
     lines = [line("a", 1, occupancy_max=9), line("a", 1, truncated=True), line("b", 0, occupancy_max=7), line("b", 0)]
     summary = summarise(lines, {"a": 2, "b": 2})
