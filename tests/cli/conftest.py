@@ -1,4 +1,4 @@
-"""Puts the fake suite, policy, model and generator where entry points find them."""
+"""Lets these tests, and no others, find the fake suite, policy, model and generator."""
 
 import os
 import sys
@@ -11,9 +11,11 @@ sys.path.insert(0, str(SITE))
 
 
 @pytest.fixture(autouse=True)
-def fresh_entry_points():
+def installed(monkeypatch):
+    """Their entry points are there, and gone again afterwards."""
     from evictbench import registry
 
+    monkeypatch.syspath_prepend(str(SITE / "installed"))
     registry._entries.cache_clear()
     yield
     registry._entries.cache_clear()
@@ -21,6 +23,6 @@ def fresh_entry_points():
 
 @pytest.fixture
 def environment():
-    """The environment of a subprocess that finds the fakes."""
-    path = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH", "")]))
+    """The environment of a subprocess that finds them."""
+    path = os.pathsep.join([str(SITE), str(SITE / "installed"), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
