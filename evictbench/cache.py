@@ -32,17 +32,6 @@ GROWTH_BLOCK = 256
 """Slots by which a cache without a fixed budget grows in decode."""
 
 
-def model_shape(config: Any) -> ModelShape:
-    """The sizes that matter here, read from a transformers config."""
-    heads = config.num_attention_heads
-    return ModelShape(
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
-
-
 class EvictionCache(Cache):
     """A KV cache that never shows a decode query more than its budget.
 
@@ -72,7 +61,7 @@ class EvictionCache(Cache):
             raise UserError(f"{policy.name} needs a budget, in entries per KV head or in percent of the prompt.")
         self.policy = policy
         self.budget = Budget.parse(str(budget)) if policy.needs_budget else None
-        self.shape = model_shape(model.config)
+        self.shape = ModelShape.of(model.config)
         self.slot_tensors = policy.slot_state(self.shape)
         self.charged = policy.charged_state(self.shape)
         self.minimum = policy.minimum_budget(self.shape)

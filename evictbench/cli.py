@@ -88,7 +88,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")] = "auto",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data files for tasks that need them.")] = None,
-    haystack: Annotated[Path | None, typer.Option(help="Text file for the essay haystack.")] = None,
+    haystack: Annotated[Path | None, typer.Option(help="Essay haystack: a text file, a folder, or hub.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/runs"),
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")

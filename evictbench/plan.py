@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import devices, models, records, tasks
 from evictbench.errors import UserError
+from evictbench.policy import ModelShape
 from evictbench.settings import Checked, Settings, check
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from evictbench.policy import ModelShape, Policy
+    from evictbench.policy import Policy
     from evictbench.suite import PreparedSuite
 
 
@@ -86,7 +87,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     tokenizer = models.load_tokenizer(source, settings.trust_remote_code)
     chat = _chat(settings, tokenizer)
     policy = checked.chosen.policy(checked.chosen.config)
-    least = policy.minimum_budget(shape_of(config))
+    least = policy.minimum_budget(ModelShape.of(config))
     if checked.budget is not None and checked.budget.tokens is not None:
         _check_least(checked, checked.budget.tokens, least, model)
     window = models.context_window(config)
@@ -132,20 +133,6 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         identity=identity,
         folder=folder,
         cut=cut,
-    )
-
-
-def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The sizes that a policy may depend on, from a model's config."""
-    from evictbench.policy import ModelShape
-
-    text: Any = config.get_text_config(decoder=True)
-    heads = int(text.num_attention_heads)
-    return ModelShape(
-        layers=int(text.num_hidden_layers),
-        heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
     )
 
 

@@ -34,6 +34,18 @@ class ModelShape:
     kv_heads: int
     head_dim: int
 
+    @classmethod
+    def of(cls, config: Any) -> ModelShape:
+        """Read from a transformers config."""
+        text = config.get_text_config(decoder=True)
+        heads = int(text.num_attention_heads)
+        return cls(
+            layers=int(text.num_hidden_layers),
+            heads=heads,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        )
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""

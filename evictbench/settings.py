@@ -151,6 +151,7 @@ def _check_options(settings: Settings) -> None:
 def _check_folders(settings: Settings) -> None:
     if settings.data_dir is not None and not settings.data_dir.is_dir():
         raise UserError(f"There is no folder {settings.data_dir} (--data-dir).")
-    if settings.haystack is not None and not settings.haystack.is_file():
-        raise UserError(f"There is no file {settings.haystack} (--haystack).")
+    haystack = settings.haystack
+    if haystack is not None and not haystack.exists() and str(haystack) != "hub":
+        raise UserError(f"There is no file {haystack} (--haystack).")
     records.check_root(settings.out)

@@ -7,15 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from evictbench.policies.full import Full
-from evictbench.policies.h2o import H2O
-from evictbench.policies.random import Random
-from evictbench.policies.snapkv import SnapKV
-from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policies.tova import TOVA
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import tiny_model
 
 from evictbench import attention
 from evictbench.budget import Budget
@@ -23,7 +16,14 @@ from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.generation import Generator, Request
 from evictbench.kernels import attend_and_observe
+from evictbench.policies.full import Full
+from evictbench.policies.h2o import H2O
+from evictbench.policies.random import Random
+from evictbench.policies.snapkv import SnapKV
+from evictbench.policies.streaming_llm import StreamingLLM
+from evictbench.policies.tova import TOVA
 from evictbench.policy import Policy, Step, reduce_group
+from twin import tiny_model
 
 pytestmark = pytest.mark.engine
 

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from evictbench.policies.full import Full
-from evictbench.policies.h2o import H2O
-from evictbench.policies.random import Random
-from evictbench.policies.snapkv import SnapKV
-from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policies.tova import TOVA
 from torch.utils._python_dispatch import TorchDispatchMode
-from twin import tiny_model
 
 from evictbench import generation
 from evictbench.budget import Budget
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.generation import Completion, Generator, Request
+from evictbench.policies.full import Full
+from evictbench.policies.h2o import H2O
+from evictbench.policies.random import Random
+from evictbench.policies.snapkv import SnapKV
+from evictbench.policies.streaming_llm import StreamingLLM
+from evictbench.policies.tova import TOVA
 from evictbench.policy import Policy
+from twin import tiny_model
 
 pytestmark = pytest.mark.engine
 

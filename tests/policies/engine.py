@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from twin.cases import Case
 
 from evictbench.cache import EvictionCache
-from evictbench.policy import Policy
+from evictbench.policy import ModelShape, Policy
+from twin.cases import Case
 
 
 @dataclass
@@ -33,7 +33,7 @@ def forward(model: Any, cache: EvictionCache, tokens: list[int]) -> Tensor:
 def run_case(case: Case, policy: Policy) -> EngineTrace:
     """Prefill in chunks to the border or the prompt's end, the question as one chunk, then token by token."""
     model = case.model()
-    charged = policy.charged_state(_shape(model))
+    charged = policy.charged_state(ModelShape.of(model.config))
     policy.minimum_budget = lambda shape: 1 + charged  # type: ignore[method-assign]
     budget = case.budget
     if isinstance(budget, int):
@@ -67,9 +67,3 @@ def run_case(case: Case, policy: Policy) -> EngineTrace:
         trace.tokens.append(token)
         chosen = feed([token])
     return trace
-
-
-def _shape(model: Any) -> Any:
-    from evictbench.cache import model_shape
-
-    return model_shape(model.config)

@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from engine import run_case
+from hypothesis import HealthCheck, assume, given, settings
+
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random, priority
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from hypothesis import HealthCheck, assume, given, settings
+from evictbench.policy import ModelShape, Policy
 from twin.cases import Case, cases
-
-from evictbench.cache import model_shape
-from evictbench.policy import Policy
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, Random, StreamingLLM, TOVA, H2O, SnapKV)}
 EXACT = 1e-9
@@ -26,7 +25,7 @@ EXACT = 1e-9
 
 def check(case: Case, policy: Policy) -> None:
     if not isinstance(case.budget, int):
-        case = replace(case, charged=policy.charged_state(model_shape(case.model().config)))
+        case = replace(case, charged=policy.charged_state(ModelShape.of(case.model().config)))
         assume(case.budget is None or 32 - case.charged >= max(1, case.rule.least_budget))
     twin = case.trace()
     assume(twin.closest >= EXACT)

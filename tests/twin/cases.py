@@ -117,9 +117,7 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
 
 
 @st.composite
-def cases(
-    draw: st.DrawFn, name: str, priority: Priority = sample_priority, forced: bool | None = None
-) -> Case:
+def cases(draw: st.DrawFn, name: str, priority: Priority = sample_priority, forced: bool | None = None) -> Case:
     """Cases for one rule. `forced`: whether the new tokens are given (True), chosen (False) or either (None).
 
     Flat models, where all scores tie exactly, only for tova: elsewhere ties hang on the order of summation.
@@ -149,9 +147,7 @@ def cases(
         tied=draw(st.booleans()),
         flat=name == "tova" and draw(st.integers(0, 4)) == 4,
         prompt=tuple(draw(st.lists(token, min_size=length, max_size=length))),
-        new_tokens=tuple(draw(st.lists(token, min_size=new_tokens, max_size=new_tokens)))
-        if given
-        else new_tokens,
+        new_tokens=tuple(draw(st.lists(token, min_size=new_tokens, max_size=new_tokens))) if given else new_tokens,
         budget=None if name == "full" else draw(st.one_of(budgets)),
         prefill=draw(st.sampled_from(["native", "dense", "bounded"])),
         chunk=draw(st.integers(1, 16)),

@@ -134,9 +134,7 @@ def simulate(
     allowed = Budget(budget, context, charged)
     least = allowed.at(1)
     if least is not None and least < policy_rule.least_budget:
-        raise ValueError(
-            f"{policy_rule.name} needs a budget of at least {policy_rule.least_budget}, not {least}"
-        )
+        raise ValueError(f"{policy_rule.name} needs a budget of at least {policy_rule.least_budget}, not {least}")
 
     forced = None if isinstance(new_tokens, int) else list(new_tokens)
     steps = new_tokens if isinstance(new_tokens, int) else len(new_tokens)
@@ -153,9 +151,7 @@ def simulate(
                 at_end=cuts_each_chunk or end == context,
             )
         if context < len(prompt):
-            run.forward(
-                list(prompt[context:]), "question", each_token=policy_rule.token_at_a_time, at_end=True
-            )
+            run.forward(list(prompt[context:]), "question", each_token=policy_rule.token_at_a_time, at_end=True)
         for step in range(steps):
             token = int(run.logits[-1].argmax()) if forced is None else forced[step]
             run.forward([token], "decode", each_token=policy_rule.token_at_a_time, at_end=True)

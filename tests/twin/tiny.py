@@ -24,9 +24,7 @@ class ExactRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return (
-            self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
 class ExactRotary(nn.Module):
@@ -44,9 +42,7 @@ class ExactRotary(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         freqs = position_ids[..., None].double() * self.inv_freq
         angles = torch.cat((freqs, freqs), dim=-1)
-        return (angles.cos() * self.attention_scaling).to(x.dtype), (
-            angles.sin() * self.attention_scaling
-        ).to(x.dtype)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 
 
 def make_exact(model: PreTrainedModel) -> PreTrainedModel:

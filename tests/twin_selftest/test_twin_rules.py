@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch.nn import functional as F
+
 from twin import (
     H2O,
     TOVA,
@@ -55,8 +56,7 @@ def test_streaming_llm_holds_the_sinks_and_the_last(sinks, positions):
     trace = simulate(tiny_model("llama", 1), StreamingLLM(sinks, positions), random_tokens(30), 10, budget)
     for query, heads in enumerate(trace.seen):
         want = sorted(
-            {p for p in range(query + 1) if p < sinks}
-            | set(range(max(0, query + 1 - budget + sinks), query + 1))
+            {p for p in range(query + 1) if p < sinks} | set(range(max(0, query + 1 - budget + sinks), query + 1))
         )
         assert all(positions == want for positions in heads.values())
 
@@ -78,9 +78,7 @@ def test_reindexing_moves_the_sinks_alone(prefill, border, budget):
     """Slots 0, 1, ... for the keys and the last for the query: sink j ends at distance min(q, B - 1) - j."""
     sinks = 3
     length = 30 if budget == 9 else 70
-    trace = simulate(
-        tiny_model("qwen3", 3), StreamingLLM(sinks), random_tokens(length), 9, budget, prefill, 8, border
-    )
+    trace = simulate(tiny_model("qwen3", 3), StreamingLLM(sinks), random_tokens(length), 9, budget, prefill, 8, border)
     record = trace.record
     dense = record.dense
     budgets = Budget(budget, border or length)
@@ -95,9 +93,7 @@ def test_reindexing_moves_the_sinks_alone(prefill, border, budget):
                 near_query = dense.rotate(raw, [query])[0, 0]
                 far_query = dense.rotate(raw, [sink_query])[0, 0]
                 logits = [
-                    (far_query if p < sinks else near_query)
-                    @ record.keys[layer][p, kv_head]
-                    * dense.head_dim**-0.5
+                    (far_query if p < sinks else near_query) @ record.keys[layer][p, kv_head] * dense.head_dim**-0.5
                     for p in visible
                 ]
                 near(torch.stack(logits).softmax(0), record.probs[layer][head, query, visible], 1e-10)
@@ -286,9 +282,7 @@ def test_snapkv_at_the_end_of_the_prompt(pool, group, kernel):
             )[0, 0]
             order = smooth.argsort(descending=True, stable=True).tolist()
             last = list(range(35, 40))
-            assert (
-                trace.kept[40][layer, kv_head] == sorted(order[: 15 - window]) + last
-            )  # 17 - max(1, 17 // 8)
+            assert trace.kept[40][layer, kv_head] == sorted(order[: 15 - window]) + last  # 17 - max(1, 17 // 8)
             assert appended.kept[40][layer, kv_head] == sorted(order[: 17 - window]) + last
 
 
@@ -334,9 +328,7 @@ def test_snapkv_reselection_by_hand():
 
 
 def test_snapkv_append_never_cuts_again():
-    trace = simulate(
-        tiny_model("llama", 9), SnapKV(4, 3, decode="append"), random_tokens(40), 10, 12, "native", 16, 30
-    )
+    trace = simulate(tiny_model("llama", 9), SnapKV(4, 3, decode="append"), random_tokens(40), 10, 12, "native", 16, 30)
     assert [len(kept) for kept in per_head(trace, 30)] == [12] * 4
     assert [len(kept) for kept in per_head(trace, 40)] == [22] * 4
     assert [len(kept) for kept in per_head(trace, 50)] == [32] * 4

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
+
 from twin import (
     H2O,
     TOVA,
@@ -79,9 +80,7 @@ def test_full_generates_what_transformers_generates():
     model = tiny_model("qwen3", 2)
     model.set_attn_implementation("sdpa")
     prompt = random_tokens(9)
-    want = model.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[
-        0
-    ].tolist()
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=8, min_new_tokens=8, do_sample=False)[0].tolist()
     assert simulate(model, Full(), prompt, 8, None).tokens == want
 
 
@@ -202,9 +201,7 @@ def test_a_masked_dense_forward_says_the_same(name, data):
     if isinstance(case.rule, StreamingLLM):
         case = dataclasses.replace(case, rule=dataclasses.replace(case.rule, positions="original"))
     trace = case.trace()
-    once = dense_forward(
-        case.model(), trace.tokens, lambda layer, kv_head, query: trace.seen[query][layer, kv_head]
-    )
+    once = dense_forward(case.model(), trace.tokens, lambda layer, kv_head, query: trace.seen[query][layer, kv_head])
     near(once.logits, trace.logits)
     for layer in range(case.layers):
         near(once.probs[layer], trace.record.probs[layer])

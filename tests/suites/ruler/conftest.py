@@ -7,11 +7,11 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suites.ruler import SUITE
 from evictbench.suites.ruler.prose import sentences
 from evictbench.suites.ruler.wordlists import single
-
-from evictbench.suite import PreparedSuite, SuiteRequest
 
 CHAT_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<s>system\nYou are a helpful assistant.</s>\n{% endif %}"

@@ -8,12 +8,12 @@ from collections import Counter
 from itertools import accumulate, pairwise
 
 import pytest
+
+from evictbench.errors import UserError
 from evictbench.suites.ruler import wordlists
 from evictbench.suites.ruler.niah import DEPTHS
 from evictbench.suites.ruler.seeds import draws
 from evictbench.suites.ruler.tasks import NOISE, TASKS, Needles
-
-from evictbench.errors import UserError
 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (\S+)\.(?=\s|$)")
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from evictbench.suites.ruler import hub
-from evictbench.suites.ruler.tasks import TASKS
 
 from evictbench.errors import UserError
+from evictbench.suites.ruler import hub
+from evictbench.suites.ruler.tasks import TASKS
 
 
 @pytest.fixture(autouse=True)

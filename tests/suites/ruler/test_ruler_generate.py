@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from evictbench.suites.ruler import fit
 from evictbench.suites.ruler.tasks import TASKS
 

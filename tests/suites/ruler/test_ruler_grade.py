@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from evictbench.suites.ruler.grade import clean, score_all, score_part
 
 ALL = [

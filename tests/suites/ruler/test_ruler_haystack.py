@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from evictbench.suites.ruler import hub, prose
-from evictbench.suites.ruler.haystack import split
 
 from evictbench.errors import UserError
+from evictbench.suites.ruler import hub, prose
+from evictbench.suites.ruler.haystack import split
 
 PROSE_1 = "8d2a64edc9cc551d6f17ec46da80a427a0e23f36f51dfa5c01ea7b3b38a817f7"  # of the first 8,000 sentences
 

@@ -10,6 +10,7 @@ import time
 import urllib.error
 
 import pytest
+
 from evictbench.suites.ruler import hub
 from evictbench.suites.ruler.qa_data import find
 

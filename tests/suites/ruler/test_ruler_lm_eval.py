@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import yaml
+
+from evictbench.errors import UserError
 from evictbench.suites.ruler import SUITE
 from evictbench.suites.ruler.documents import documents as load
 from evictbench.suites.ruler.tasks import TASKS, VERSION
-
-from evictbench.errors import UserError
 
 
 @pytest.fixture(scope="module")
