@@ -14,6 +14,34 @@ Question = Literal["seen", "unseen"]
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 is greedy; top_k 0, top_p 1, min_p 0 leave the distribution whole."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A named way to run a suite: values, no code.
+
+    source: the paper, model card or harness that they are from. tasks: the default set, by the names of the YAML.
+    chat: None for the chat template wherever the tokenizer has one and the task allows it. question, max_new_tokens:
+    None for the suite's and the task card's own. repeats: answers per document.
+    """
+
+    source: str
+    tasks: tuple[str, ...]
+    sampling: Sampling = Sampling()
+    repeats: int = 1
+    chat: bool | None = None
+    question: Question | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class SuiteRequest:
     """What a run asks of a suite before any model weight is loaded.
 
@@ -21,6 +49,8 @@ class SuiteRequest:
     context: total tokens per sample, answer and chat template included; None where the suite has no such notion.
     limit: samples per task; sample i must not depend on it.
     chat: whether prompts will be wrapped in the tokenizer's chat template.
+    window: tokens that the model can hold, prompt and answer together. max_new_tokens: what the run fixes for every
+    answer, None for each task's own. Both matter to suites that cut prompts by a rule of their own.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -31,6 +61,8 @@ class SuiteRequest:
     seed: int = 0
     data_dir: Path | None = None
     haystack: Path | None = None
+    window: int | None = None
+    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +86,8 @@ class Suite:
 
     context_field: the doc field whose end, in the rendered prompt, is the border between context and question;
     None for tasks without a question, which are always seen.
+    protocols: named presets; "default" is what runs without --protocol. Where there are none, the default is greedy,
+    once, over `tasks`.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -66,3 +100,4 @@ class Suite:
     default_context: int | None
     default_limit: int | None
     prepare: Callable[[SuiteRequest], PreparedSuite]
+    protocols: Mapping[str, Protocol] = field(default_factory=dict)
