@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.errors import UserError
+from evictbench.suite import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.policy import Policy
 
+THINK, THINK_END = "<think>", "</think>"
+
 
 @dataclass(frozen=True)
 class Request:
     """One prompt to answer.
 
     prompt: token ids, never encoded again. border: index of the first question token, where the context alone is
-    compressed; None: the whole prompt is. stop: strings that end the answer and are cut from it.
+    compressed; None: the whole prompt is. stop: strings that end the answer and are cut from it. draw: the sample, as
+    a number, and its repeat, from which random numbers are made. thinking: a <think> may be open, in the prompt or in
+    the answer; inside it no stop string ends anything.
     """
 
     key: Hashable
@@ -34,6 +39,9 @@ class Request:
     border: int | None
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    draw: tuple[int, int] = (0, 0)
+    thinking: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,13 @@ class Completion:
 
 @dataclass
 class _Row:
-    """A sequence being decoded; the last of `tokens` has not been fed yet."""
+    """A sequence being decoded; the last of `tokens` has not been fed yet.
+
+    thought_opened: the prompt ends with an open <think>.
+    """
 
     request: Request
+    thought_opened: bool = False
     tokens: list[int] = field(default_factory=list)
     prefill_peak_bytes: int = 0
     prefill_seconds: float = 0.0
@@ -76,10 +88,11 @@ class _Row:
 
 
 class Generator:
-    """Greedy generation under a policy.
+    """Generation under a policy.
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
+    seed: of all random numbers.
     Nothing lives between two calls of `run`. Raises UserError for an impossible budget.
     """
 
@@ -93,6 +106,7 @@ class Generator:
         prefill: Literal["native", "dense", "bounded"] = "native",
         chunk: int = 512,
         batch_size: int = 8,
+        seed: int = 0,
     ) -> None:
         if chunk < 1:
             raise UserError(f"A chunk has 1 token or more, not {chunk}.")
@@ -105,6 +119,7 @@ class Generator:
         self.prefill = prefill
         self.chunk = chunk
         self.batch_size = batch_size
+        self.seed = seed
         # The argument was renamed in transformers 5.24.
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -177,7 +192,9 @@ class Generator:
         for start, stop in itertools.pairwise(bounds):
             logits = self._forward(cache, [list(request.prompt[start:stop])], [start])
         row = _Row(request, prefill_peak_bytes=cache.bytes_peak)
-        token = int(logits[0].argmax())
+        if request.thinking:
+            row.thought_opened = self._decode(list(request.prompt[-8:])).rstrip().endswith(THINK)
+        (token,) = self._choose(logits, [row])
         row.prefill_seconds = row.first_token_seconds = time.perf_counter() - started
         self._take(row, token)
         return row, cache
@@ -186,7 +203,7 @@ class Generator:
         """Feed every row's last token, and take the next."""
         started = time.perf_counter()
         logits = self._forward(cache, [[row.tokens[-1]] for row in active], cache.seen)
-        tokens = logits.argmax(-1).tolist()
+        tokens = self._choose(logits, active)
         share = (time.perf_counter() - started) / len(active)
         for row, token in zip(active, tokens, strict=True):
             row.decode_seconds += share
@@ -209,6 +226,13 @@ class Generator:
         )
         return output.logits[:, -1]
 
+    def _choose(self, logits: Any, rows: list[_Row]) -> list[int]:
+        """The next token of each row."""
+        from evictbench.sampling import choose, uniform
+
+        numbers = [uniform(self.seed, *row.request.draw, len(row.tokens)) for row in rows]
+        return choose(logits, [row.request.sampling for row in rows], numbers)
+
     def _take(self, row: _Row, token: int) -> None:
         """Add a chosen token to a row, or end it."""
         if token in self._ends:
@@ -226,9 +250,14 @@ class Generator:
         return any(stop in text for stop in row.request.stop) and self._cut(row) is not None
 
     def _cut(self, row: _Row) -> str | None:
-        """The text before the first stop string, None where there is none."""
+        """The text before the first stop string, None where there is none; a thought cannot be cut."""
         text = self._decode(row.tokens)
-        found = [at for stop in row.request.stop if (at := text.find(stop)) >= 0]
+        start = 0
+        if row.request.thinking and (row.thought_opened or THINK in text):
+            start = text.find(THINK_END) + len(THINK_END)
+            if start < len(THINK_END):
+                return None
+        found = [at for stop in row.request.stop if (at := text.find(stop, start)) >= 0]
         return text[: min(found)] if found else None
 
     def _decode(self, tokens: list[int]) -> str:
