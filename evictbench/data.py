@@ -1,0 +1,240 @@
+"""Benchmark records: from a folder of the user or from the hub, checked and hashed before anything is made of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from evictbench import hub
+from evictbench.errors import UserError
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where the records of one benchmark (or one task of it) are found.
+
+    name: for sentences. files: file names accepted under --data-dir, in order, looked for in data_dir/folder and then
+    in data_dir itself; a name may hold a sub-folder. hub, revision, config, split: the copy on the hub. fields: what
+    every record must have. sha256: the content hash (see Loaded) that the hub's copy must have, where it is known.
+    hub_file: a file of the hub's repository to read in place of a split, for repositories that `datasets` cannot
+    load; "data.zip/inner/file.jsonl" is a member of an archive.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    folder: str
+    hub: str
+    revision: str | None
+    config: str | None
+    split: str
+    fields: tuple[str, ...]
+    sha256: str | None = None
+    hub_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """origin: the file's path under --data-dir, or hub id@commit. sha256: of the records as canonical JSON, so that
+    the same records have the same hash from wherever they come."""
+
+    records: list[Record]
+    origin: str
+    sha256: str
+
+
+class Unavailable(UserError):
+    """The data is not to be had here: no such file in the folder, or the hub out of reach and its cache empty.
+    (Data that is there but broken is a plain UserError.)"""
+
+
+def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
+    """The records of a dataset: from `data_dir` where one is given, and nowhere else then; otherwise from the hub.
+
+    Raises Unavailable where there is nothing, and UserError where the file is empty or unreadable, a record lacks a
+    field, or the hub's records are not those that were pinned.
+    """
+    if data_dir is None:
+        records, origin = _from_hub(dataset)
+        where = origin
+    else:
+        path = _find(dataset, data_dir)
+        records, origin, where = read(path), path.relative_to(data_dir).as_posix(), str(path)
+    if not records:
+        raise UserError(f"{where} holds no records.")
+    _check_fields(records, dataset.fields, where)
+    found = content_hash(records)
+    if data_dir is None and dataset.sha256 not in (None, found):
+        raise UserError(
+            f"{origin} holds other records than the {dataset.name} that this version knows "
+            f"(sha256 {found}, expected {dataset.sha256}); give the expected ones with --data-dir."
+        )
+    return Loaded(records, origin, found)
+
+
+def read(path: Path) -> list[Record]:
+    """The records of a .jsonl, .json (a list, or an object with `examples` or `data`) or .parquet file.
+
+    Raises UserError naming the file, and the line where there is one.
+    """
+    reader = {".jsonl": _lines, ".json": _json, ".parquet": _parquet}.get(path.suffix)
+    if reader is None:
+        raise UserError(f"{path} is neither .jsonl nor .json nor .parquet.")
+    try:
+        records = reader(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: record {number} is {type(record).__name__}, not an object with fields.")
+    return records
+
+
+def content_hash(records: list[Record]) -> str:
+    """sha256 of the records as JSON with sorted keys and no blanks."""
+    text = json.dumps(records, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _find(dataset: Dataset, data_dir: Path) -> Path:
+    if not data_dir.is_dir():
+        raise UserError(f"The data folder {data_dir} does not exist.")
+    for file in dataset.files:
+        for path in (data_dir / dataset.folder / file, data_dir / file):
+            if path.is_file():
+                return path
+    names = " or ".join(dataset.files)
+    raise Unavailable(
+        f"The folder {data_dir} has no {dataset.name} data: looked for {names}, there and in {dataset.folder}/."
+    )
+
+
+def _check_fields(records: list[Record], fields: tuple[str, ...], where: str) -> None:
+    for number, record in enumerate(records, start=1):
+        for field in fields:
+            if record.get(field) is None:
+                raise UserError(f"{where}: record {number} has no field {field!r}.")
+
+
+def _lines(path: Path) -> list[Any]:
+    records = []
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    records.append(json.loads(line))
+                except ValueError as error:
+                    raise UserError(f"{path}: line {number} is not valid JSON: {error}.") from error
+    return records
+
+
+def _json(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        return []
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    if isinstance(content, dict):
+        content = content.get("examples", content.get("data"))
+    if not isinstance(content, list):
+        raise UserError(f"{path} is neither a list of records nor an object with the list `examples` or `data`.")
+    return content
+
+
+def _parquet(path: Path) -> list[Any]:
+    import pyarrow.parquet
+    from pyarrow import ArrowException
+
+    try:
+        return list(pyarrow.parquet.read_table(path).to_pylist())
+    except ArrowException as error:
+        raise UserError(f"{path} is not a parquet file that can be read: {_first_line(error)}.") from error
+
+
+def _from_hub(dataset: Dataset) -> tuple[list[Record], str]:
+    """Records and origin. A hub out of reach is given up within seconds, and its cache asked."""
+    reason = _unreachable()
+    try:
+        with _asking_the_cache_alone(reason is not None):
+            return _hub_file(dataset) if dataset.hub_file else _hub_split(dataset)
+    except UserError:
+        raise
+    except Exception as error:  # the libraries raise many kinds, none of them promised
+        named = " ".join(filter(None, (dataset.hub, dataset.config)))
+        why = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
+        files = " or ".join(dataset.files)
+        raise Unavailable(
+            f"{dataset.name} comes from the hub ({named}), which did not give it ({why}); "
+            f"fetch it where there is a network, or give a folder that holds {files} with --data-dir."
+        ) from error
+
+
+@functools.lru_cache(maxsize=1)
+def _unreachable() -> str | None:
+    return hub.why_unreachable()
+
+
+def _hub_split(dataset: Dataset) -> tuple[list[Record], str]:
+    import datasets
+
+    rows = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split, revision=dataset.revision)
+    # the cache keeps each commit in a folder of its name; from the cache alone it may be another than asked for
+    paths = [Path(file["filename"]).parent.name for file in rows.cache_files]
+    commit = next((name for name in paths if re.fullmatch("[0-9a-f]{40}", name)), dataset.revision)
+    return list(rows.to_list()), f"{dataset.hub}@{commit}" if commit else dataset.hub
+
+
+def _hub_file(dataset: Dataset) -> tuple[list[Record], str]:
+    import tempfile
+    from zipfile import ZipFile
+
+    from huggingface_hub import hf_hub_download
+
+    assert dataset.hub_file is not None
+    name, is_archive, member = dataset.hub_file.partition(".zip/")
+    name += ".zip" if is_archive else ""
+    local = Path(
+        hf_hub_download(
+            dataset.hub,
+            name,
+            repo_type="dataset",
+            revision=dataset.revision,
+            local_files_only=_unreachable() is not None,
+        )
+    )
+    # .../snapshots/<commit>/<name>
+    commit = local.parents[len(PurePosixPath(name).parts) - 1].name
+    origin = f"{dataset.hub}@{commit}"
+    if not is_archive:
+        return read(local), origin
+    with tempfile.TemporaryDirectory() as folder, ZipFile(local) as archive:
+        return read(Path(archive.extract(member, folder))), origin
+
+
+@contextmanager
+def _asking_the_cache_alone(yes: bool) -> Iterator[None]:
+    """`datasets` then does not try a hub that is known to be out of reach again and again for half a minute."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or yes
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
