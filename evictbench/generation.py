@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.errors import UserError
-from evictbench.suite import Sampling
+from evictbench.suite import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ class Request:
     border: int | None
     max_new_tokens: int
     stop: tuple[str, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     draw: tuple[int, int] = (0, 0)
     thinking: bool = False
 

@@ -23,6 +23,9 @@ class Sampling:
     min_p: float = 0.0
 
 
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True)
 class Protocol:
     """A named way to run a suite: values, no code.
@@ -34,7 +37,7 @@ class Protocol:
 
     source: str
     tasks: tuple[str, ...]
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     repeats: int = 1
     chat: bool | None = None
     question: Question | None = None
