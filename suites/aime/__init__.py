@@ -1,0 +1,57 @@
+"""AIME 2024 and 2025: sixty competition problems whose answers are integers (see README.md, the protocol card)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from evictbench.suite import PreparedSuite, Protocol, Sampling, Suite, SuiteRequest
+
+__all__ = ["SUITE"]
+
+TASKS = ("aime24", "aime25")
+THINKING = Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
+
+PROTOCOLS = {
+    "default": Protocol(
+        source="Qwen3's model card for thinking (temperature 0.6, top-p 0.95, top-k 20, min-p 0, 32,768 tokens)",
+        tasks=TASKS,
+        sampling=THINKING,
+    ),
+    "kvpop": Protocol(
+        source="KVpop (arXiv:2607.05061), tables on AIME 24 and 25: pass@1 over 16 rollouts; "
+        "its sampling is not known to us, so Qwen3's model card",
+        tasks=TASKS,
+        sampling=THINKING,
+        repeats=16,
+    ),
+    "indexmem_pp": Protocol(
+        source="IndexMem++ (Chooovy/kvpress 5a5826ed, docs/paper_protocols.md): AIME 25, 8 rollouts, thinking on",
+        tasks=("aime25",),
+        sampling=THINKING,
+        repeats=8,
+    ),
+    "greedy": Protocol(
+        source="lm-eval 0.4.13, aime24 and aime25: greedy, once (Qwen advises against it for thinking)",
+        tasks=TASKS,
+    ),
+}
+
+
+def _prepare(request: SuiteRequest) -> PreparedSuite:
+    from .problems import prepare
+
+    return prepare(request)
+
+
+SUITE = Suite(
+    name="aime",
+    summary="AIME 2024 and 2025: 60 competition problems, integer answers, long reasoning",
+    folder=Path(__file__).parent,
+    tasks=TASKS,
+    question="seen",
+    context_field=None,
+    default_context=None,
+    default_limit=None,
+    prepare=_prepare,
+    protocols=PROTOCOLS,
+)

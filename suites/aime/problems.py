@@ -1,0 +1,71 @@
+"""Where the problems of AIME come from, and what their files may look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evictbench.data import Dataset
+from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
+
+from .. import problems
+from .grade import integer
+
+DATASETS = {
+    "aime24": Dataset(
+        name="AIME 2024",
+        files=(
+            "aime24.jsonl",
+            "aime24.parquet",
+            "aime24.json",
+            "aime_2024.jsonl",
+            "aime24/test.jsonl",
+            "aime_2024_problems.parquet",
+            "AIME_2024/aime_2024_problems.parquet",
+            "aime_2024/data/train-00000-of-00001.parquet",
+        ),
+        folder="aime",
+        hub="HuggingFaceH4/aime_2024",
+        revision="2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
+        config=None,
+        split="train",
+        fields=(),
+    ),
+    "aime25": Dataset(
+        name="AIME 2025",
+        files=(
+            "aime25.jsonl",
+            "aime25.parquet",
+            "aime25.json",
+            "aime_2025.jsonl",
+            "aime25/test.jsonl",
+            "aime_2025/data/train-00000-of-00001.parquet",
+        ),
+        folder="aime",
+        hub="math-ai/aime25",
+        revision="563bb8404243c5f09de6ec262f2db674fe5bce9b",
+        config=None,
+        split="test",
+        fields=(),
+    ),
+}
+
+
+def prepare(request: SuiteRequest) -> PreparedSuite:
+    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    from . import SUITE
+
+    return problems.prepare(request, suite="aime", datasets=DATASETS, default=SUITE.tasks, gold=gold)
+
+
+def gold(answer: str, where: str) -> int:
+    """The answer of a record as an integer: "025" and 25 are the same. UserError if it is none from 0 to 999."""
+    value = integer(answer)
+    if value is None or not 0 <= value <= 999:
+        raise UserError(f"{where}: the answer {answer!r} is not an integer from 0 to 999, as AIME's are.")
+    return value
+
+
+def documents(task: str, aime_problems: dict[str, list[dict[str, Any]]] | None = None, **_: Any) -> dict[str, Any]:
+    """lm-eval `custom_dataset` of both tasks."""
+    return problems.dataset(task, aime_problems)

@@ -1,0 +1,62 @@
+"""Where the problems of MATH-500 come from, and what their files may look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evictbench.data import Dataset
+from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
+
+from .. import problems
+from .judge import version
+
+DATASET = Dataset(
+    name="MATH-500",
+    files=(
+        "math500.jsonl",
+        "math500.parquet",
+        "math500.json",
+        "math_500.jsonl",
+        "MATH-500/test.jsonl",
+        "math500/test.jsonl",
+    ),
+    folder="math500",
+    hub="HuggingFaceH4/MATH-500",
+    revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+    config=None,
+    split="test",
+    fields=(),
+)
+
+
+def prepare(request: SuiteRequest) -> PreparedSuite:
+    """Make the task ready; see evictbench.suite.Suite for what may be raised. Names the grader in the result's data."""
+    from . import SUITE
+
+    return problems.prepare(
+        request,
+        suite="math500",
+        datasets={"math500": DATASET},
+        default=SUITE.tasks,
+        gold=gold,
+        versions={"math-verify": version()},
+    )
+
+
+def gold(answer: str, where: str) -> str:
+    """The answer of a record, in LaTeX. UserError if its braces do not balance: no response could equal it."""
+    depth = 0
+    for index, character in enumerate(answer):
+        if character in "{}" and answer[index - 1 : index] != "\\":
+            depth += 1 if character == "{" else -1
+        if depth < 0:
+            break
+    if depth:
+        raise UserError(f"{where}: the braces of the answer {answer!r} do not balance.")
+    return answer.strip()
+
+
+def documents(task: str, math500_problems: dict[str, list[dict[str, Any]]] | None = None, **_: Any) -> dict[str, Any]:
+    """lm-eval `custom_dataset` of the task."""
+    return problems.dataset(task, math500_problems)
