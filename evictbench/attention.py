@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evictbench.kernels import attend_and_observe, probabilities
+from evictbench.kernels import attend_and_observe, attend_one, probabilities
 from evictbench.policy import Step
 from evictbench.reindex import rotate
 
@@ -85,7 +85,7 @@ def _view(layer: SlotLayer, step: Pass) -> Step:
         state={name: layer.buffers[name][:rows, :, :used] for name in cache.slot_tensors},
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
-        steady=all(entries[0] == entries[-1] for entries in step.entries),
+        steady=step.steady,
     )
 
 
@@ -97,23 +97,22 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
     if "window_probs" in wanted and (cache.policy.guarded or not cache.prompt_done):
         layer.remember_queries(query, cache.policy.window)
         view.signals.window_probs = lambda: _window_probs(layer, step, view, scaling)
-    observes = "mass" in wanted
-    last_in_passing = "last_query_probs" in wanted and step.cuts and step.single
-    if observes or last_in_passing or sinks is not None:
-        before = max(step.before) if step.level else None
-        output, mass = attend_and_observe(
+    shows_mass = "mass" in wanted
+    if step.single and (shows_mass or ("last_query_probs" in wanted and step.cuts)):
+        output, mass = attend_one(query, view.keys, view.values, bias, scaling)
+        view.signals.mass = view.signals.last_query_probs = mass
+    elif shows_mass or sinks is not None:
+        output, view.signals.mass = attend_and_observe(
             query,
             view.keys,
             view.values,
             bias,
             scaling,
             sinks=sinks,
-            causal_from=before,
-            observe=observes or last_in_passing,
+            causal_from=max(step.before) if step.level else None,
+            observe=shows_mass,
             real=None if step.real is None else step.real.to(query.device),
         )
-        view.signals.mass = mass
-        view.signals.last_query_probs = mass if step.single else None
     else:
         # A bias per kept set becomes one per query head; a first chunk needs none but causality.
         mask = bias if bias is None or bias.shape[1] == 1 else bias.repeat_interleave(cache.shape.group, dim=1)

@@ -263,7 +263,7 @@ class EvictionCache(Cache):
         for group, target in step.groups():
             chosen = slice(0, rows) if group is None else torch.tensor(group, device=device)
             if deadlines is None:
-                index = best(score[chosen], positions[chosen], protected[chosen], target)
+                index = best(score[chosen], positions[chosen], None if protected is None else protected[chosen], target)
             else:
                 alive = (deadlines > step.following(device)) & (positions >= 0)
                 index = in_slot_order(alive[chosen], target)
@@ -282,13 +282,15 @@ class EvictionCache(Cache):
         capacity = max(entries[-1] for entries in step.entries)
         return capacity if capacity < now else None
 
-    def _protected(self, step: Pass, positions: Tensor) -> Tensor:
-        """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool."""
-        protected = positions < self.policy.sinks
-        recent = self.policy.recent(step.budgets(positions.device)[:, -1, None, None])
+    def _protected(self, step: Pass, positions: Tensor) -> Tensor | None:
+        """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
+        policy, device = self.policy, positions.device
+        recent = policy.recent(step.budgets(device)[:, -1, None, None])
+        front = None if policy.sinks == 0 and step.level else positions < policy.sinks
         if isinstance(recent, int) and recent == 0:
-            return protected
-        return protected | (positions > step.following(positions.device) - recent)
+            return front
+        window = positions > step.once("window", device, lambda: (step.following(device) - recent).to(torch.int32))
+        return window if front is None else front | window
 
     def _refuse_below_minimum(self, budget: int) -> None:
         if budget < self.minimum:

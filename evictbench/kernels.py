@@ -53,7 +53,7 @@ def attend_and_observe(
         logits = logits.view(rows, kv_heads, group, stop - start, width)
         if bias is not None:
             logits += bias[:, :, None, start:stop, :width]
-        elif queries > 1:
+        else:
             assert causal_from is not None
             future = torch.ones(stop - start, width, dtype=torch.bool, device=query.device).triu(
                 causal_from + start + 1
@@ -66,6 +66,25 @@ def attend_and_observe(
         seen = probs.to(values.dtype).view(rows, kv_heads, size, width) @ values[:, :, :width]
         output[:, :, :, start:stop] = seen.view(rows, kv_heads, group, stop - start, head_dim)
     return output.view(rows, heads, queries, head_dim), mass
+
+
+def attend_one(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """The same for one query a row, as decode needs at every step: its softmax row is the mass.
+
+    query `[rows, heads, 1, head_dim]`; returns the output like it, and `[rows, kv_heads, group, slots]`.
+    """
+    rows, heads, _, head_dim = query.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    part = query.view(rows * kv_heads, heads // kv_heads, head_dim)
+    flat = keys.reshape(rows * kv_heads, slots, head_dim).transpose(1, 2)
+    logits = torch.baddbmm(part.new_empty(()), part, flat, beta=0, alpha=scaling)
+    if bias is not None:
+        logits = (logits.view(rows, kv_heads, -1, slots) + bias).view(rows * kv_heads, -1, slots)
+    probs = logits.softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+    output = probs.to(values.dtype) @ values.reshape(rows * kv_heads, slots, head_dim)
+    return output.view(rows, heads, 1, head_dim), probs.view(rows, kv_heads, -1, slots)
 
 
 def probabilities(query: Tensor, keys: Tensor, bias: Tensor | None, scaling: float) -> Tensor:

@@ -111,6 +111,11 @@ class Pass:
         return max(self.after)
 
     @property
+    def steady(self) -> bool:
+        """No row's budget changes within the pass."""
+        return all(entries[0] == entries[-1] for entries in self.entries)
+
+    @property
     def single(self) -> bool:
         """One new token a row: decode, where a freed slot is written in place."""
         return self.queries == 1
@@ -200,9 +205,7 @@ class Pass:
             start = self.before[0]
             buffer[:rows, :, start : start + self.queries] = value
         elif self.single:
-            index = free[:rows, :, None].expand(rows, buffer.shape[1], 1)
-            if buffer.dim() == 4:
-                index = index[..., None].expand(-1, -1, -1, buffer.shape[3])
+            index = self.free_index(buffer, free)
             if isinstance(value, Tensor):
                 buffer[:rows].scatter_(2, index, value.expand(index.shape))
             else:
@@ -211,3 +214,10 @@ class Pass:
             row = torch.arange(rows, device=buffer.device)[:, None]
             where = self.slots(buffer.device)
             buffer[row, :, where] = value.transpose(1, 2) if isinstance(value, Tensor) else value
+
+    def free_index(self, buffer: Tensor, free: Tensor) -> Tensor:
+        """The free slots, shaped to scatter one token a row into a buffer."""
+        index = free[: self.rows, :, None]
+        if buffer.dim() == 4:
+            return index[..., None].expand(-1, buffer.shape[1], 1, buffer.shape[3])
+        return index.expand(-1, buffer.shape[1], 1)

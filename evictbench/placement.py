@@ -72,17 +72,21 @@ class Placement:
         return self.positions.untyped_storage().nbytes() + self.free.untyped_storage().nbytes()
 
 
-def worst(score: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
+def worst(score: Tensor, positions: Tensor, protected: Tensor | None) -> Tensor:
     """The slot with the lowest score, the latest position among equals: `[rows, sets]` int64."""
-    score = score.masked_fill(protected, _limits(score)[1])
+    if protected is not None:
+        score = score.masked_fill(protected, _limits(score)[1])
     lowest = score.amin(-1, keepdim=True)
     return positions.masked_fill(score > lowest, EMPTY).argmax(-1)
 
 
-def best(score: Tensor, positions: Tensor, protected: Tensor, target: int) -> Tensor:
+def best(score: Tensor, positions: Tensor, protected: Tensor | None, target: int) -> Tensor:
     """The `target` best slots in slot order, `[rows, sets, target]` int64; empty slots come last."""
     low, high = _limits(score)
-    score = score.expand(positions.shape).masked_fill(protected, high).masked_fill(positions < 0, low)
+    score = score.expand(positions.shape)
+    if protected is not None:
+        score = score.masked_fill(protected, high)
+    score = score.masked_fill(positions < 0, low)
     rank = rank_by_score(score, positions.masked_fill(positions < 0, torch.iinfo(torch.int32).max))
     return in_slot_order(rank < target, target)
 

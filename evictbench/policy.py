@@ -102,9 +102,10 @@ class Step:
 
 def reduce_group(probs: Tensor, how: GroupReduction) -> Tensor:
     """Reduce the query heads of one KV head: `[rows, kv_heads, group, ...]` to `[rows, kv_heads, ...]`."""
-    if how == "mean":
-        return probs.mean(GROUP_DIM)
-    return probs.amax(GROUP_DIM) if how == "max" else probs.sum(GROUP_DIM)
+    if how == "max":
+        return probs.amax(GROUP_DIM)
+    total = probs.sum(GROUP_DIM)
+    return total / probs.shape[GROUP_DIM] if how == "mean" else total
 
 
 @dataclass(frozen=True)

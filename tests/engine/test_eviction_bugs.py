@@ -319,7 +319,7 @@ def test_a13_budgets_that_protect_everything_are_refused(policy: type[Policy]) -
 def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     read: list[int] = []
-    plain, explicit = torch.nn.functional.scaled_dot_product_attention, attention.attend_and_observe
+    plain = torch.nn.functional.scaled_dot_product_attention
 
     def spy(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(query: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -330,7 +330,8 @@ def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypat
         return wrapped
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy(plain))
-    monkeypatch.setattr(attention, "attend_and_observe", spy(explicit))
+    for name in ("attend_one", "attend_and_observe"):
+        monkeypatch.setattr(attention, name, spy(getattr(attention, name)))
     cache = EvictionCache(model, policy, BUDGET if policy.needs_budget else None)
     decode(model, cache, int(feed(model, cache, prompt(40))[-1].argmax()), 20)
     occupancy = cache.occupancy[0]
