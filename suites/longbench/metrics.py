@@ -1,0 +1,137 @@
+"""LongBench's metrics: one response against one reference, 0 to 1. The definitions are upstream's (metrics.py)."""
+
+from __future__ import annotations
+
+import logging
+import re
+import string
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+# THUDM/LongBench (MIT), metrics.py: what counts as punctuation in Chinese text.
+CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NUMBER = re.compile(r"\d+")
+PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")
+_NO_ENGLISH_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
+_NOT_CODE = ("`", "#", "//")
+
+
+def f1(response: str, reference: str) -> float:
+    """F1 of the words, without case, punctuation and articles, as SQuAD has it."""
+    return _f1(_words(response), _words(reference))
+
+
+def f1_zh(response: str, reference: str) -> float:
+    """F1 of the Chinese words that jieba finds, without punctuation."""
+    return _f1(_words_zh(response), _words_zh(reference))
+
+
+def rouge_l(response: str, reference: str) -> float:
+    """F of summary-level ROUGE-L, as the library `rouge` computes it: sentences end at full stops."""
+    try:
+        with _room_to_recurse(len(response.split()) + len(reference.split())):
+            scores = _rouge().get_scores(response, reference)
+    except ValueError:  # a text with nothing but full stops, or nothing at all
+        return 0.0
+    return float(scores[0]["rouge-l"]["f"])
+
+
+def rouge_l_zh(response: str, reference: str) -> float:
+    """ROUGE-L of the Chinese words that jieba finds."""
+    return rouge_l(" ".join(_jieba().cut(response)), " ".join(_jieba().cut(reference)))
+
+
+def classification(response: str, reference: str, classes: Sequence[str]) -> float:
+    """1 / the number of classes that the response names, if the right one is among them; else 0.
+
+    A class whose name is part of the right one's does not count as named.
+    """
+    named = [name for name in classes if name in response and (name == reference or name not in reference)]
+    return 1 / len(named) if reference in named else 0.0
+
+
+def retrieval(response: str, reference: str) -> float:
+    """Of the numbers in the response, the fraction that are the reference's paragraph ("Paragraph 3", "段落3")."""
+    found = PARAGRAPH.search(reference)
+    if found is None:
+        raise ValueError(f"the reference {reference!r} names no paragraph")
+    return count(response, found[1])
+
+
+def count(response: str, reference: str) -> float:
+    """Of the numbers in the response, the fraction that are the reference."""
+    numbers = _NUMBER.findall(response)
+    return numbers.count(reference) / len(numbers) if numbers else 0.0
+
+
+def code(response: str, reference: str) -> float:
+    """Edit similarity, in whole hundredths, of the reference and the response's first line that is code.
+
+    The first line without backquote, # and //; blanks count. 1 - d / (a + b) with d the insertions and deletions
+    that turn one line into the other, and a and b their lengths: fuzzywuzzy's ratio where python-Levenshtein is
+    installed. (fuzzywuzzy by itself takes difflib's matching blocks, which need not be the best ones.)
+    """
+    from rapidfuzz.distance import Indel
+
+    lines = response.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in _NOT_CODE)), "")
+    if line == reference:
+        return 1.0
+    both = len(line) + len(reference)
+    return round(100 * ((both - Indel.distance(line, reference)) / both)) / 100
+
+
+def first_line(response: str) -> str:
+    """The first line after any empty ones."""
+    return response.lstrip("\n").split("\n", 1)[0]
+
+
+def _f1(response: Sequence[str], reference: Sequence[str]) -> float:
+    same = (Counter(response) & Counter(reference)).total()
+    return 2 * same / (len(response) + len(reference)) if same else 0.0
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_ENGLISH_PUNCTUATION)).split()
+
+
+def _words_zh(text: str) -> list[str]:
+    bare = ("".join(word.lower().translate(_NO_PUNCTUATION).split()) for word in _jieba().cut(text))
+    return [word for word in bare if word]
+
+
+@cache
+def _rouge() -> Any:
+    from rouge import Rouge
+
+    return Rouge(metrics=["rouge-l"])
+
+
+@cache
+def _jieba() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its regular expressions and of pkg_resources
+        import jieba
+
+        jieba.setLogLevel(logging.WARNING)
+        jieba.initialize()
+    return jieba
+
+
+@contextmanager
+def _room_to_recurse(words: int) -> Iterator[None]:
+    """`rouge` recurses once for each word of two sentences; beyond the limit upstream scores 0."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + words)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
