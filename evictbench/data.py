@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -49,6 +49,40 @@ class Loaded:
     records: list[Record]
     origin: str
     sha256: str
+
+
+class Documents(Sequence[Record]):
+    """A task's documents, made from its records when they are asked for, so that long prompts are not held in memory.
+
+    make(index, record) gives document `index`. lm-eval takes this as one split of a data set.
+    """
+
+    def __init__(self, records: Sequence[Record], make: Callable[[int, Record], Record]):
+        self._records = records
+        self._make = make
+
+    @property
+    def features(self) -> Mapping[str, None]:
+        """The documents' fields: lm-eval asks a data set for its columns."""
+        return dict.fromkeys(self[0] if self._records else ())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._make(index, self._records[index])
+
+    def __deepcopy__(self, memo: object) -> Documents:
+        return self  # lm-eval copies a task's settings, these among them
+
+    def __repr__(self) -> str:
+        return f"{len(self)} documents"
 
 
 class Unavailable(UserError):
