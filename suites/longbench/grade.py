@@ -62,8 +62,9 @@ def count(doc: Document, results: Results) -> Grade:
 
 
 def code(doc: Document, results: Results) -> Grade:
-    """Edit similarity of the next line of code."""
-    return _best(doc, results[0], metrics.code)
+    """Edit similarity of the next line of code. score_difflib: by the other of the two measures that are in use."""
+    other = _best(doc, results[0], metrics.code_difflib)["score"]
+    return {**_best(doc, results[0], metrics.code), "score_difflib": other}
 
 
 def _best(doc: Document, response: str, metric: Callable[[str, str], float]) -> Grade:

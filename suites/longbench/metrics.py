@@ -14,8 +14,10 @@ from functools import cache
 from typing import Any
 
 # THUDM/LongBench (MIT), metrics.py: what counts as punctuation in Chinese text.
-CHINESE_PUNCTUATION = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
-
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝"
+    "～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBER = re.compile(r"\d+")
 PARAGRAPH = re.compile(r"(?:Paragraph |段落)(\d+)")
@@ -75,23 +77,35 @@ def count(response: str, reference: str) -> float:
 def code(response: str, reference: str) -> float:
     """Edit similarity, in whole hundredths, of the reference and the response's first line that is code.
 
-    The first line without backquote, # and //; blanks count. 1 - d / (a + b) with d the insertions and deletions
-    that turn one line into the other, and a and b their lengths: fuzzywuzzy's ratio where python-Levenshtein is
-    installed. (fuzzywuzzy by itself takes difflib's matching blocks, which need not be the best ones.)
+    1 - d / (a + b) with d the insertions and deletions that turn one line into the other, and a and b their lengths:
+    fuzzywuzzy's ratio where python-Levenshtein is installed.
     """
     from rapidfuzz.distance import Indel
 
-    lines = response.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in _NOT_CODE)), "")
-    if line == reference:
-        return 1.0
+    line = _code_line(response)
     both = len(line) + len(reference)
-    return round(100 * ((both - Indel.distance(line, reference)) / both)) / 100
+    return round(100 * ((both - Indel.distance(line, reference)) / both)) / 100 if both else 1.0
+
+
+def code_difflib(response: str, reference: str) -> float:
+    """The same with difflib's matching blocks, which need not be the best: fuzzywuzzy's ratio by itself."""
+    from difflib import SequenceMatcher
+
+    line = _code_line(response)
+    if not line or not reference:
+        return float(line == reference)
+    return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100
 
 
 def first_line(response: str) -> str:
     """The first line after any empty ones."""
     return response.lstrip("\n").split("\n", 1)[0]
+
+
+def _code_line(response: str) -> str:
+    """The first line without a backquote, # or //, after any empty ones at the beginning; blanks count."""
+    lines = response.lstrip("\n").split("\n")
+    return next((line for line in lines if not any(mark in line for mark in _NOT_CODE)), "")
 
 
 def _f1(response: Sequence[str], reference: Sequence[str]) -> float:
