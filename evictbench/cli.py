@@ -79,12 +79,29 @@ def run(
         str, typer.Option(help="native (as published), dense (cut at the end), bounded (never more held).")
     ] = "native",
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 512,
+    protocol: Annotated[
+        str, typer.Option(help="A preset of the suite: default, or a paper's own. The options below change it.")
+    ] = "default",
+    repeats: Annotated[int | None, typer.Option(help="Answers per document. Default: the protocol's.")] = None,
+    at: Annotated[int | None, typer.Option(help="The k of pass@k and maj@k. Default: the repeats.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this weight.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens; 0: from all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.")
+    ] = None,
+    thinking: Annotated[
+        str, typer.Option(help="The chat template's switch for thoughts: on, off, auto (as the template has it).")
+    ] = "auto",
     max_new_tokens: Annotated[
-        str, typer.Option(help="A number, card (the task's), or auto (the task's, if the window has room).")
+        str, typer.Option(help="A number, card (the protocol's), or auto (the same, if the window has room).")
     ] = "auto",
     chat: Annotated[str, typer.Option(help="Use the chat template: on, off, auto (if there is one).")] = "auto",
+    skip_overlong: Annotated[
+        bool, typer.Option("--skip-overlong", help="Leave out samples that do not fit the model's window.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of sampling.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")] = "auto",
     data_dir: Annotated[Path | None, typer.Option(help="Folder with data files for tasks that need them.")] = None,

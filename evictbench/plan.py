@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench import devices, models, records, tasks
+from evictbench import devices, models, records, tasks, thinking
 from evictbench.errors import UserError
 from evictbench.policy import ModelShape
+from evictbench.prompts import Planned, Prompts
 from evictbench.settings import Checked, Settings, check
 
 if TYPE_CHECKING:
@@ -17,35 +19,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from evictbench.policy import Policy
+    from evictbench.protocol import Differences
     from evictbench.suite import PreparedSuite
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One prompt and how many tokens may answer it."""
-
-    prompt: tasks.Prompt
-    max_new_tokens: int
-
-    @property
-    def key(self) -> records.Key:
-        """Task, document, repeat."""
-        return self.prompt.task, self.prompt.doc_id, 0
-
-    @property
-    def compressible(self) -> int:
-        """The tokens that a budget's share is of: the context if the question is unseen, else the prompt."""
-        return len(self.prompt.ids) if self.prompt.border is None else self.prompt.border
 
 
 @dataclass(frozen=True)
 class Plan:
     """One cell, ready to run: nothing is left to check, and no weight is loaded.
 
-    model: the name in results. chat: whether prompts are in the chat template.
-    prompts go round the tasks, so that a run stopped early has some of each.
+    model: the name in results. chat: whether prompts are in the chat template, where the task allows it.
+    prompts go round the tasks, and come to the next repeat when every document has had this one, so that a run
+    stopped early has some of each.
     identity: what the fingerprint, and with it the folder, is made of.
-    cut: task to how many of its answers have less room in the window than its card gives.
+    differs: what is not as the named protocol has it, the number of repeats included.
+    cut: task to how many of its documents have less room for an answer than its card gives.
+    overlong: task to the documents left out because they do not fit the window.
     """
 
     settings: Settings
@@ -55,13 +43,24 @@ class Plan:
     model: str
     dtype: str
     chat: bool
+    thinking: thinking.Thinking
     tokenizer: PreTrainedTokenizerBase
     prepared: PreparedSuite
     tasks: Mapping[str, ConfigurableTask]
     prompts: tuple[Planned, ...]
     identity: Mapping[str, Any]
     folder: Path
+    differs: Differences
     cut: Mapping[str, int]
+    overlong: Mapping[str, tuple[int, ...]]
+
+    @cached_property
+    def documents(self) -> dict[str, int]:
+        """Task to the documents asked for."""
+        counts = dict.fromkeys(self.tasks, 0)
+        for name, _ in {planned.key[:2] for planned in self.prompts}:
+            counts[name] += 1
+        return counts
 
     @property
     def asked(self) -> dict[str, int]:
@@ -85,7 +84,8 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     devices.check_device(settings.device)
     config = models.load_config(source, settings.trust_remote_code)
     tokenizer = models.load_tokenizer(source, settings.trust_remote_code)
-    chat = _chat(settings, tokenizer)
+    chat, own_chat = _chat(settings, checked, tokenizer, model)
+    thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     policy = checked.chosen.policy(checked.chosen.config)
     least = policy.minimum_budget(ModelShape.of(config))
     if checked.budget is not None and checked.budget.tokens is not None:
@@ -96,16 +96,23 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     models.check_supported(config)
 
     phase("making the prompts")
-    prepared = _prepare(settings, checked, tokenizer, chat)
+    prepared = _prepare(settings, checked, tokenizer, chat, window)
     loaded = tasks.load_tasks(checked.suite, prepared)
-    prompts, cut = _prompts(settings, checked, loaded, tokenizer, chat, window, model)
+    prompts = Prompts(settings, checked, tokenizer, chat, thoughts, window, model)
+    prompts.make(loaded)
     if checked.budget is not None:
-        shortest = min(planned.compressible for planned in prompts)
+        shortest = min(planned.compressible for planned in prompts.planned)
         _check_least(checked, checked.budget.at(shortest, shortest), least, model)
 
     phase("identifying the weights")
     dtype = settings.dtype if settings.dtype != "auto" else _own_dtype(config)
-    identity = _identity(settings, checked, prepared, loaded, policy, chat) | {
+    differs = {
+        **checked.protocol.differs,
+        **({"chat": (chat, own_chat)} if chat != own_chat else {}),
+        **({"thinking": (thoughts.on, own_thinking)} if thoughts.on != own_thinking else {}),
+        **_limit_differs(settings, checked, loaded),
+    }
+    identity = _identity(settings, checked, prepared, loaded, policy, chat, thoughts, differs) | {
         "model": model,
         "weights": models.weights_hash(source),
         "dtype": dtype,
@@ -126,21 +133,47 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         model=model,
         dtype=dtype,
         chat=chat,
+        thinking=thoughts,
         tokenizer=tokenizer,
         prepared=prepared,
         tasks=loaded,
-        prompts=prompts,
+        prompts=prompts.in_order(checked.protocol.repeats),
         identity=identity,
         folder=folder,
-        cut=cut,
+        differs=differs,
+        cut=prompts.cut,
+        overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
     )
 
 
-def _chat(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _chat(settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:
+    """Whether the chat template is used, and whether the protocol by itself would use it."""
     found = tasks.has_chat_template(tokenizer)
-    if settings.chat == "on" and not found:
-        raise UserError(f"The tokenizer of {settings.model} has no chat template: use --chat off.")
-    return found and settings.chat != "off"
+    preset = checked.protocol.preset.chat
+    if not found and (settings.chat == "on" or (settings.chat == "auto" and preset)):
+        raise UserError(f"The tokenizer of {model} has no chat template: use --chat off.")
+    own = found if preset is None else preset
+    return (own if settings.chat == "auto" else settings.chat == "on"), own
+
+
+def _thinking(
+    settings: Settings, tokenizer: PreTrainedTokenizerBase, chat: bool, model: str
+) -> tuple[thinking.Thinking, bool]:
+    """What the chat template does about thoughts, and whether by itself it would let the model think."""
+    if not chat:
+        if settings.thinking == "on":
+            raise UserError("Thinking is switched on in the chat template, and this run uses none (--chat off).")
+        return thinking.Thinking(), False
+    own = thinking.default(tokenizer)
+    return thinking.settle(tokenizer, settings.thinking, model), own.on
+
+
+def _limit_differs(settings: Settings, checked: Checked, loaded: Mapping[str, ConfigurableTask]) -> Differences:
+    if not settings.max_new_tokens.isdigit():
+        return {}
+    limit = int(settings.max_new_tokens)
+    cards = {checked.protocol.preset.max_new_tokens or tasks.token_limit(task) for task in loaded.values()}
+    return {} if cards == {limit} else {"max_new_tokens": (limit, ", ".join(map(str, sorted(cards))))}
 
 
 def _check_least(checked: Checked, entries: int, least: int, model: str) -> None:
@@ -153,55 +186,30 @@ def _check_least(checked: Checked, entries: int, least: int, model: str) -> None
         )
 
 
-def _prepare(settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, chat: bool) -> PreparedSuite:
+def _prepare(
+    settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int
+) -> PreparedSuite:
     from evictbench.suite import SuiteRequest
+
+    number = settings.max_new_tokens
 
     request = SuiteRequest(
         tokenizer=tokenizer,
         chat=chat,
-        tasks=checked.tasks,
+        tasks=checked.protocol.tasks,
         context=checked.context,
         limit=checked.limit,
         seed=settings.seed,
         data_dir=settings.data_dir,
         haystack=settings.haystack,
+        window=window,
+        max_new_tokens=int(number) if number.isdigit() else checked.protocol.preset.max_new_tokens,
     )
     prepared = checked.suite.prepare(request)
     if not prepared.tasks:
         reasons = " ".join(prepared.skipped.values())
         raise UserError(f"No task of {checked.suite.name} can be run. {reasons}".strip())
     return prepared
-
-
-def _prompts(
-    settings: Settings,
-    checked: Checked,
-    loaded: Mapping[str, ConfigurableTask],
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool,
-    window: int,
-    model: str,
-) -> tuple[tuple[Planned, ...], dict[str, int]]:
-    """Every prompt with the room for its answer, and the answers that have less room than the card gives."""
-    context_field = checked.suite.context_field if checked.question == "unseen" else None
-    limit = settings.max_new_tokens
-    planned: list[Planned] = []
-    cut: dict[str, int] = {}
-    for name, task in loaded.items():
-        for prompt in tasks.prompts(task, tokenizer, chat=chat, context_field=context_field, limit=checked.limit):
-            room = window - len(prompt.ids)
-            wanted = int(limit) if limit.isdigit() else prompt.max_new_tokens
-            allowed = min(wanted, room) if limit == "auto" else wanted
-            if not 1 <= allowed <= room:
-                raise UserError(
-                    f"The prompt of {name}, sample {prompt.doc_id}, has {len(prompt.ids)} tokens; with {wanted} "
-                    f"for the answer that is more than the window of {model}, {window} tokens."
-                )
-            if allowed < prompt.max_new_tokens:
-                cut[name] = cut.get(name, 0) + 1
-            planned.append(Planned(prompt, allowed))
-    planned.sort(key=lambda one: one.prompt.doc_id)
-    return tuple(planned), cut
 
 
 def _identity(
@@ -211,7 +219,10 @@ def _identity(
     loaded: Mapping[str, ConfigurableTask],
     policy: Policy,
     chat: bool,
+    thoughts: thinking.Thinking,
+    differs: Differences,
 ) -> dict[str, Any]:
+    chosen = checked.protocol
     mode = policy.prefill if settings.prefill == "native" else settings.prefill
     return {
         "suite": checked.suite.name,
@@ -225,13 +236,19 @@ def _identity(
         },
         "budget": None if checked.budget is None else str(checked.budget),
         "protocol": {
+            "name": chosen.name,
             "context": checked.context,
-            "question": checked.question,
+            "question": chosen.question,
             "chat": chat,
+            "thoughts": thoughts.on,
+            **asdict(chosen.sampling),
             "max_new_tokens": settings.max_new_tokens,
+            "card": chosen.preset.max_new_tokens,
             "prefill": settings.prefill,
             # The chunk changes what a bounded prefill evicts, and nothing else.
             "chunk": settings.chunk if mode == "bounded" and checked.budget is not None else None,
+            # How many repeats there are is no part of what a sample is: more of them extend a run.
+            "differs": sorted(differs.keys() - {"repeats"}),
         },
         "seed": settings.seed,
     }

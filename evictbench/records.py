@@ -168,8 +168,8 @@ def read_runs(root: Path) -> pd.DataFrame:
     """Every sample under `root`, which may be a results root, one cell, or anything between; one row each.
 
     Columns: `suite`, `model`, `policy` (with its settings), `budget`, `fingerprint`, `folder`, the protocol
-    (`context`, `question`, `prefill`, ...), `dtype`, `seed`, then what the line holds. Prompt ids stay on disk:
-    `prompt_ids(line)` unpacks them.
+    (`protocol` is its name; `context`, `question`, `temperature`, `differs`, ...), `dtype`, `seed`, then what the line
+    holds. Prompt ids stay on disk: `prompt_ids(line)` unpacks them.
     """
     import pandas as pd
 
@@ -184,7 +184,9 @@ def read_runs(root: Path) -> pd.DataFrame:
         identity = run["identity"]
         common = {
             **{name: identity[name] for name in ("suite", "model", "budget", "dtype", "seed")},
-            **identity["protocol"],
+            **{name: value for name, value in identity["protocol"].items() if name not in ("name", "differs")},
+            "protocol": identity["protocol"].get("name"),
+            "differs": ", ".join(identity["protocol"].get("differs", ())),
             "policy": identity["policy"]["label"],
             "fingerprint": run["fingerprint"],
             "folder": str(file.parent),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import math
 import re
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 POLICIES = "evictbench.policies"
 SUITES = "evictbench.suites"
+
+LM_EVAL = "lm-eval:"
+"""What the name of a suite begins with that is any task of lm-eval's own."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,13 @@ def load_policy(name: str) -> type[Policy]:
 
 
 def load_suite(name: str) -> Suite:
-    """The suite of that name."""
+    """The suite of that name; "lm-eval:gsm8k_cot" is a suite of that one task."""
     from evictbench.suite import Suite
 
-    suite = _load(SUITES, "suite", name)
+    if name.startswith(LM_EVAL):
+        suite = importlib.import_module("evictbench.lm").suite_for(name.removeprefix(LM_EVAL))
+    else:
+        suite = _load(SUITES, "suite", name)
     if not isinstance(suite, Suite):
         raise UserError(f"The suite {name} is not an evictbench.suite.Suite but a {type(suite).__name__}.")
     return suite

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import environment, models, records, tasks
 from evictbench.errors import UserError
-from evictbench.plan import Plan, Planned, make_plan
+from evictbench.plan import Plan, make_plan
+from evictbench.prompts import Planned
 from evictbench.settings import Settings
 from evictbench.summary import repeats_itself, summarise
+from evictbench.thinking import Answer, answer_of
 
 if TYPE_CHECKING:
     from evictbench.generation import Completion, Request
@@ -77,7 +79,7 @@ def run(settings: Settings, watch: Watcher, make_generator: MakeGenerator | None
         interrupted = False
         try:
             if todo:
-                _generate(plan, folder, todo, watch, make_generator or load_generator)
+                _generate(plan, folder, todo, watch, make_generator or _maker(plan))
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -100,8 +102,22 @@ def load_generator(plan: Plan) -> tuple[TextGenerator, str]:
         prefill=settings.prefill,
         chunk=settings.chunk,
         batch_size=settings.batch_size,
+        seed=settings.seed,
     )
     return generator, environment.device_of(model)
+
+
+def _maker(plan: Plan) -> MakeGenerator:
+    """A suite that does not generate text brings its own generator: an attribute that makes one of a plan."""
+    own = getattr(plan.checked.suite, "generator", None)
+    if own is None:
+        return load_generator
+
+    def make(plan: Plan) -> tuple[TextGenerator, str]:
+        generator = own(plan)
+        return generator, str(getattr(generator, "device", plan.settings.device))
+
+    return make
 
 
 def _generate(
@@ -126,7 +142,7 @@ def _generate(
     finished = [line for key, line in folder.samples.items() if key in asked]
     watch.start(finished, len(plan.prompts))
     by_key = {planned.key: planned for planned in todo}
-    with closing(_completions(generator, todo)) as completions:
+    with closing(_completions(plan, generator, todo)) as completions:
         for completion in completions:
             planned = by_key[_key(completion)]
             _check_occupancy(plan, folder, planned, completion)
@@ -135,7 +151,7 @@ def _generate(
             watch.sample(line)
 
 
-def _completions(generator: TextGenerator, todo: Sequence[Planned]) -> Generator[Completion, None, None]:
+def _completions(plan: Plan, generator: TextGenerator, todo: Sequence[Planned]) -> Generator[Completion, None, None]:
     from evictbench.generation import Request
 
     requests = (
@@ -145,6 +161,9 @@ def _completions(generator: TextGenerator, todo: Sequence[Planned]) -> Generator
             border=planned.prompt.border,
             max_new_tokens=planned.max_new_tokens,
             stop=planned.prompt.stop,
+            sampling=plan.checked.protocol.sampling,
+            draw=planned.draw,
+            thinking=planned.prompt.thinking.on,
         )
         for planned in todo
     )
@@ -160,18 +179,21 @@ def _key(completion: Completion) -> records.Key:
 def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any]:
     """The record of one sample. Times in seconds, sizes in bytes."""
     prompt = planned.prompt
-    scored = tasks.score(plan.tasks[prompt.task], prompt.doc_id, completion.text)
+    said = answer_of(completion.text, prompt.thinking.opened)
+    scored = _score(plan, planned, completion, said)
     return {
         "task": prompt.task,
         "doc_id": prompt.doc_id,
-        "repeat": 0,
+        "repeat": planned.repeat,
         "score": scored.score,
         "metrics": scored.metrics,
+        "answer": scored.answer,
+        "thinking": said.thought,
         "text": completion.text,
         "tokens": list(completion.tokens),
         "output_tokens": len(completion.tokens),
         "token_limit": planned.max_new_tokens,
-        "truncated": completion.truncated,
+        "truncated": completion.truncated or said.thought == "unclosed",
         "repetition": repeats_itself(completion.tokens),
         "prompt_tokens": len(prompt.ids),
         "border": prompt.border,
@@ -186,6 +208,19 @@ def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any
         "decode_seconds": completion.decode_seconds,
         "decode_steps": completion.decode_steps,
     }
+
+
+def _score(plan: Plan, planned: Planned, completion: Completion, said: Answer) -> tasks.Scored:
+    """The grade of one completion: its own, where its generator gives one, or the task's for what follows the thought.
+    Without an answer it is wrong, whatever the task makes of an empty text."""
+    own = getattr(completion, "score", None)
+    if own is not None:
+        return tasks.Scored(float(own), dict(getattr(completion, "metrics", {})))
+    prompt = planned.prompt
+    scored = tasks.score(plan.tasks[prompt.task], prompt.doc_id, said.text)
+    if said.thought == "unclosed":
+        return replace(scored, score=0.0, metrics={**scored.metrics, tasks.METRIC: 0.0})
+    return scored
 
 
 def _check_occupancy(plan: Plan, folder: records.RunFolder, planned: Planned, completion: Completion) -> None:
@@ -204,21 +239,34 @@ def _check_occupancy(plan: Plan, folder: records.RunFolder, planned: Planned, co
 
 def _check_same_prompts(plan: Plan, folder: records.RunFolder) -> None:
     """Samples from before must have been made from the prompts that this command makes now."""
+    hashes: dict[tuple[str, int], str] = {}
     for planned in plan.prompts:
         before = folder.samples.get(planned.key)
-        if before is not None and before["prompt_hash"] != records.hash_ids(planned.prompt.ids):
+        if before is None:
+            continue
+        task, doc_id, _ = planned.key
+        if (task, doc_id) not in hashes:
+            hashes[task, doc_id] = records.hash_ids(planned.prompt.ids)
+        if before["prompt_hash"] != hashes[task, doc_id]:
             raise UserError(
-                f"{folder.path} holds samples of other prompts than this command makes (first: {planned.prompt.task}, "
-                f"sample {planned.prompt.doc_id}): the tokenizer, its chat template or the suite has changed. Name "
-                "another folder with --out, or move that one away."
+                f"{folder.path} holds samples of other prompts than this command makes (first: {task}, sample "
+                f"{doc_id}): the tokenizer, its chat template or the suite has changed. Name another folder with "
+                "--out, or move that one away."
             )
 
 
 def _warnings(plan: Plan) -> Iterator[str]:
     for name, count in plan.cut.items():
         yield (
-            f"{count} of {plan.asked[name]} answers of {name} may be shorter than its card allows "
+            f"{count} of {plan.documents[name]} answers of {name} may be shorter than its card allows "
             f"(--max-new-tokens {plan.settings.max_new_tokens}, window of {plan.model}): not the card's protocol."
+        )
+    for name, left_out in plan.overlong.items():
+        count = len(left_out)
+        of = count + plan.documents[name]
+        yield (
+            f"{count} of {of} prompts of {name} do not fit the window of {plan.model} with their answers and are left "
+            "out (--skip-overlong): its score is over the others."
         )
 
 
@@ -229,7 +277,9 @@ def _summary(plan: Plan, folder: records.RunFolder) -> dict[str, Any]:
         "identity": plan.identity,
         "skipped": dict(plan.prepared.skipped),
         "answers_cut": dict(plan.cut),
+        "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
+        "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
         "warnings": list(_warnings(plan)),
         # From the disk: Ctrl-C may fall between a sample's line and its count.
-        **summarise(records.read_samples(folder.path).values(), plan.asked),
+        **summarise(records.read_samples(folder.path).values(), plan.asked, plan.settings.at),
     }

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from evictbench import records, registry
+from evictbench import protocol, records, registry
 from evictbench.budget import Budget
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.suite import Question, Suite
+    from evictbench.suite import Suite
 
 Prefill = Literal["native", "dense", "bounded"]
 
@@ -20,6 +20,7 @@ CHOICES = {
     "question": ("default", "seen", "unseen"),
     "prefill": get_args(Prefill),
     "chat": ("auto", "on", "off"),
+    "thinking": ("auto", "on", "off"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
 """Options that take one word of a few."""
@@ -41,6 +42,15 @@ class Settings:
     chunk: int = 512
     max_new_tokens: str = "auto"
     chat: str = "auto"
+    protocol: str = "default"
+    repeats: int | None = None
+    at: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    thinking: str = "auto"
+    skip_overlong: bool = False
     batch_size: int = 8
     seed: int = 0
     device: str = "auto"
@@ -68,14 +78,13 @@ class Settings:
 class Checked:
     """What the names and numbers of a run's settings stand for.
 
-    tasks: names asked for, None for the suite's default set. context, limit: the suite's own where none is given.
+    context, limit: the suite's own where none is given.
     """
 
     chosen: registry.ChosenPolicy
     suite: Suite
-    tasks: tuple[str, ...] | None
+    protocol: protocol.ChosenProtocol
     budget: Budget | None
-    question: Question
     context: int | None
     limit: int | None
 
@@ -87,16 +96,17 @@ def check(settings: Settings) -> Checked:
         raise UserError(f"A run takes one policy, and {' and '.join(several)} are given: run them one by one.")
     chosen = registry.parse_policy(settings.policy)
     suite = registry.load_suite(settings.suite)
+    tasks = _tasks(settings, suite)
+    budget = _budget(settings, chosen)
+    _check_options(settings)
     checked = Checked(
         chosen=chosen,
         suite=suite,
-        tasks=_tasks(settings, suite),
-        budget=_budget(settings, chosen),
-        question=_question(settings, suite),
+        protocol=protocol.choose(settings, suite, tasks),
+        budget=budget,
         context=suite.default_context if settings.context is None else settings.context,
         limit=suite.default_limit if settings.limit is None else settings.limit,
     )
-    _check_options(settings)
     _check_folders(settings)
     return checked
 
@@ -123,21 +133,11 @@ def _budget(settings: Settings, chosen: registry.ChosenPolicy) -> Budget | None:
     return Budget.parse(settings.budget)
 
 
-def _question(settings: Settings, suite: Suite) -> Question:
-    if suite.context_field is None:
-        if settings.question == "unseen":
-            raise UserError(f"The tasks of {suite.name} have no question apart from their text: it is seen.")
-        return "seen"
-    if settings.question == "default":
-        return suite.question
-    return "seen" if settings.question == "seen" else "unseen"
-
-
 def _check_options(settings: Settings) -> None:
     for name, words in CHOICES.items():
         if getattr(settings, name) not in words:
             raise registry.unknown("value", getattr(settings, name), words, f" of --{name}")
-    for name in ("limit", "context", "chunk", "batch_size"):
+    for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least 1.")

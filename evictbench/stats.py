@@ -35,6 +35,41 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
     return max(0.0, mean - half), min(1.0, mean + half)
 
 
+def spread_interval(values: Sequence[float]) -> Interval | None:
+    """The 95% interval of the mean of values of any size, by Student's t; None for fewer than two."""
+    count = len(values)
+    if count < 2:
+        return None
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * stdev(values) / math.sqrt(count)
+    return fmean(values) - half, fmean(values) + half
+
+
+def best_of(scores: Sequence[float], k: int) -> float:
+    """The best score to be expected of k answers drawn from these, without bias: the mean of the maximum over all
+    ways to draw k. For right-or-wrong answers it is pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374)."""
+    if not 1 <= k <= len(scores):
+        raise ValueError(f"k is {k}, and there are {len(scores)} scores")
+    ordered = sorted(scores)
+    draws = math.comb(len(ordered), k)
+    # The score at place i is the maximum of every draw that takes it and k - 1 of the i below it.
+    return math.fsum(score * (math.comb(i, k - 1) / draws) for i, score in enumerate(ordered))
+
+
+def majority(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """The score of the answer given most often; of several, the one given first. None and "" are no answers; where
+    there is nothing else, the score is 0."""
+    counts: dict[str, int] = {}
+    for answer in answers:
+        if answer:
+            counts[answer] = counts.get(answer, 0) + 1
+    if not counts:
+        return 0.0
+    return scores[answers.index(max(counts, key=lambda answer: counts[answer]))]
+
+
 def mean_of_tasks(tasks: Mapping[str, Sequence[float]]) -> tuple[float, Interval | None]:
     """The unweighted mean of the tasks' mean scores, and its 95% interval.
 

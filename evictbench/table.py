@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from evictbench import tasks
+from evictbench.protocol import in_words
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     """What is about to run, defaults spelled out: pairs of a heading and its text."""
-    settings, checked, protocol = plan.settings, plan.checked, plan.identity["protocol"]
+    settings, checked, protocol = plan.settings, plan.checked, plan.checked.protocol
     policy = ", ".join(f"{name}={value}" for name, value in checked.chosen.settings.items())
     mode: str = settings.prefill
     if mode == "native":
@@ -23,18 +26,26 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     lengths = [len(planned.prompt.ids) for planned in plan.prompts]
     answers = sorted({planned.max_new_tokens for planned in plan.prompts})
     context = "" if checked.context is None else f" in {checked.context} tokens"
+    drawn = in_words(protocol.sampling)
+    times = f", {protocol.repeats} per document" if protocol.repeats > 1 else ""
+    source = f" ({protocol.preset.source})" if protocol.preset.source else ""
     rows = [
         ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
         ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
         ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
-        ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.asked)}"),
-        ("prompts", f"{_span(lengths)} tokens, {'chat template' if plan.chat else 'plain text'}"),
+        ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
+        ("protocol", f"{protocol.name}{source}"),
+        ("differs", "; ".join(f"{name} {_said(used)}, not {_said(own)}" for name, (used, own) in plan.differs.items())),
+        ("prompts", f"{_span(lengths)} tokens, {_wrapping(plan)}"),
         (
             "question",
-            f"{checked.question} while the context is compressed" if checked.budget else "seen whole",
+            f"{protocol.question} while the context is compressed" if checked.budget else "seen whole",
         ),
         ("prefill", f"{mode}, chunks of {settings.chunk} tokens"),
-        ("answers", f"at most {_span(answers)} tokens ({protocol['max_new_tokens']}), greedy"),
+        (
+            "answers",
+            f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {drawn}{times}",
+        ),
     ]
     rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
     rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
@@ -44,41 +55,76 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     return [(heading, text) for heading, text in rows if text]
 
 
-COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("score", lambda row: f"{100 * row['score']:.1f}"),
-    ("95%\ninterval", lambda row: _interval(row["interval"])),
-    ("n", lambda row: _count(row["samples"], row["asked"])),
-    ("entries\nmax", lambda row: str(row["occupancy_max"])),
-    ("entries\nmean", lambda row: _short(row["occupancy_mean"])),
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+"""A heading, and what is shown below it of a row of the summary."""
+
+SCORES: tuple[Column, ...] = (
+    ("n", lambda row: _count(row)),
     ("tokens\nout", lambda row: _short(row["output_tokens"])),
     ("cut\noff", lambda row: f"{100 * row['truncated']:.0f}%"),
+    ("in a\nloop", lambda row: f"{100 * row['repetition']:.0f}%"),
+)
+COSTS: tuple[Column, ...] = (
+    ("seen\nmax", lambda row: str(row["occupancy_max"])),
+    ("seen\nmean", lambda row: _short(row["occupancy_mean"])),
     ("cache", lambda row: human_bytes(row["cache_bytes"])),
     ("prefill\npeak", lambda row: human_bytes(row["prefill_peak_bytes"])),
     ("prefill\ns", lambda row: _short(row["prefill_seconds"])),
     ("decode\ns", lambda row: _short(row["decode_seconds"])),
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
-"""What a result's table shows of a row of its summary."""
 
-COSTS = 7
-"""The first column that is about memory and time: where the table is cut in two on a narrow terminal."""
+MOST_METRICS = 4
+"""More metrics than this beside the score stay in the summary file."""
 
 
 def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
     """Scores and costs, one row per task and, where there are several, one for their mean: one table, or two below
-    each other where the console is too narrow for one."""
-    whole = _table(summary, COLUMNS)
+    each other where the console is too narrow for one; and one more where all tasks have metrics beside the score."""
+    scores = [*_score_columns(summary["mean"]), *SCORES]
+    whole = _table(summary, [*scores, *COSTS])
     if console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width:
-        return [whole]
-    return [_table(summary, COLUMNS[:COSTS]), _table(summary, COLUMNS[COSTS:])]
+        tables = [whole]
+    else:
+        tables = [_table(summary, scores), _table(summary, COSTS)]
+    names = [name for name in summary["mean"]["metrics"] if name != "score"]
+    if names and len(names) <= MOST_METRICS:
+        tables.append(_table(summary, [_metric_column(name) for name in names]))
+    return tables
 
 
-def _table(summary: Mapping[str, Any], columns: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]]) -> Table:
+def _score_columns(mean: Mapping[str, Any]) -> list[Column]:
+    """The score and its interval; with several repeats, what their best and their majority come to as well."""
+    several = mean["repeats"] > 1 or mean["k"] is not None
+    columns: list[Column] = [
+        (f"score\navg@{mean['repeats']}" if several else "score", lambda row: _percent(row["score"])),
+        ("95%\ninterval", lambda row: _interval(row["interval"])),
+    ]
+    if not several:
+        return columns
+    k = "k" if mean["k"] is None else mean["k"]
+    columns.append((f"\npass@{k}", lambda row: _percent(row["pass_at_k"])))
+    if mean["maj_at_k"] is not None:
+        columns.append((f"\nmaj@{k}", lambda row: _percent(row["maj_at_k"])))
+    return columns
+
+
+def _metric_column(name: str) -> Column:
+    def cell(row: Mapping[str, Any]) -> str:
+        found = row["metrics"][name]
+        low_high = found["interval"]
+        interval = "" if low_high is None else f" ({low_high[0]:.3g} to {low_high[1]:.3g})"
+        return f"{found['mean']:.4g}{interval}"
+
+    return name, cell
+
+
+def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("task", no_wrap=True)
+    table.add_column("task", overflow="fold")
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in summary["tasks"].items():
@@ -90,8 +136,9 @@ def _table(summary: Mapping[str, Any], columns: Sequence[tuple[str, Callable[[Ma
 
 
 LEGEND = (
-    "entries: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
-    "cut off: answers stopped by the token limit; tok/s: all rows together."
+    "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
+    "cut off: answers stopped by the token limit or inside their thought; in a loop: answers that end in one; "
+    "tok/s: all rows together."
 )
 
 
@@ -108,8 +155,33 @@ def _interval(interval: tuple[float, float] | None) -> str:
     return "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}"
 
 
-def _count(samples: int, asked: int) -> str:
-    return str(samples) if samples == asked else f"{samples}/{asked}"
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def _count(row: Mapping[str, Any]) -> str:
+    """ "100" documents, "30 x 16" with repeats, "7/20" answers as long as some are missing."""
+    if row["samples"] != row["asked"]:
+        return f"{row['samples']}/{row['asked']}"
+    if row["samples"] == row["documents"]:
+        return str(row["samples"])
+    even = row["samples"] == row["documents"] * row["repeats"]
+    return f"{row['documents']} x {row['repeats']}" if even else str(row["samples"])
+
+
+def _wrapping(plan: Plan) -> str:
+    """ "chat template (thinking) except trec, lcc", or "plain text"."""
+    plain = [name for name, task in plan.tasks.items() if not tasks.uses_chat(task)]
+    if not plan.chat or len(plain) == len(plan.tasks):
+        return "plain text"
+    thinking = " (thinking)" if plan.thinking.on else ""
+    return f"chat template{thinking}{' except ' if plain else ''}{', '.join(plain)}"
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _short_hash(text: str) -> str:

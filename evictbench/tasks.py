@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.thinking import Thinking
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from evictbench.suite import PreparedSuite, Suite
 
-METRIC = "score"
+METRIC, ANSWER = "score", "answer"
 
 ENCODED_TOGETHER = 16
 """Prompts encoded at a time, over all cores."""
@@ -33,13 +34,18 @@ CHAT_DAY = date(2024, 7, 26)
 FEWSHOT_SEED = 1234
 """lm-eval's own default for drawing examples, where a task has any."""
 
+UNSTATED_LIMIT = 256
+"""lm-eval's own token limit for tasks that state none."""
+
+NO_THOUGHT = Thinking()
+
 
 @dataclass(frozen=True)
 class Prompt:
     """One document as the model will read it.
 
     ids: the whole prompt. border: index of the first question token, None where the question is seen.
-    max_new_tokens: the task card's limit. stop: strings that end an answer.
+    max_new_tokens: the task card's limit. stop: strings that end an answer. thinking: what its answer may begin with.
     """
 
     task: str
@@ -48,14 +54,17 @@ class Prompt:
     border: int | None
     max_new_tokens: int
     stop: tuple[str, ...]
+    thinking: Thinking = NO_THOUGHT
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A completion, graded: its score in [0, 1], and every metric of the task by name."""
+    """A completion, graded: its score in [0, 1], every metric of the task by name, and, where the task says it, the
+    answer that was found in it ("" for none)."""
 
     score: float
     metrics: dict[str, float]
+    answer: str | None = None
 
 
 def load_tasks(suite: Suite, prepared: PreparedSuite) -> dict[str, ConfigurableTask]:
@@ -76,6 +85,16 @@ def version_of(task: ConfigurableTask) -> str:
     return str(task.VERSION)
 
 
+def uses_chat(task: ConfigurableTask) -> bool:
+    """Whether the task may be put into a chat template: `chat: false` in its YAML metadata says that it never is."""
+    return (task.config.metadata or {}).get("chat") is not False
+
+
+def token_limit(task: ConfigurableTask) -> int:
+    """The tokens that the task's card allows an answer."""
+    return int((task.config.generation_kwargs or {}).get("max_gen_toks", UNSTATED_LIMIT))
+
+
 def prompts(
     task: ConfigurableTask,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,18 +102,22 @@ def prompts(
     chat: bool,
     context_field: str | None,
     limit: int | None,
+    thinking: Thinking = NO_THOUGHT,
 ) -> Iterator[Prompt]:
-    """Render and encode a task's first `limit` documents.
+    """Render and encode a task's first `limit` documents, in the chat template if the task allows it.
 
-    context_field: the doc field whose end is the border; None where the question is seen.
+    context_field: the doc field whose end is the border; None where the question is seen. thinking: what the chat
+    template does.
     """
-    generation = task.config.generation_kwargs or {}
-    stop = tuple(text for text in _listed(generation.get("until")) if text)
-    limit_of_card = int(generation["max_gen_toks"])
+    stop = tuple(text for text in _listed((task.config.generation_kwargs or {}).get("until")) if text)
+    if not uses_chat(task):
+        chat = False
+    if not chat:
+        thinking = NO_THOUGHT
     prefix = () if chat else _text_prefix(tokenizer)
     documents = enumerate(islice(task.task_docs, limit))
     while batch := list(islice(documents, ENCODED_TOGETHER)):
-        texts = [render(task, doc, tokenizer if chat else None) for _, doc in batch]
+        texts = [render(task, doc, tokenizer if chat else None, thinking.on) for _, doc in batch]
         ends = None
         if context_field is not None:
             ends = [
@@ -102,14 +125,20 @@ def prompts(
                 for text, (doc_id, doc) in zip(texts, batch, strict=True)
             ]
         for (doc_id, _), (ids, border) in zip(batch, encode(texts, tokenizer, prefix, ends), strict=True):
-            yield Prompt(task.task_name, doc_id, array("I", ids), border, limit_of_card, stop)
+            yield Prompt(task.task_name, doc_id, array("I", ids), border, token_limit(task), stop, thinking)
 
 
-def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> str:
+def render(
+    task: ConfigurableTask,
+    doc: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    thinking: bool = False,
+) -> str:
     """The whole prompt as text; in the chat template of `tokenizer`, if one is given.
 
     The answer prefix follows the assistant's header as it is. (Handing it to the template as an unfinished
-    assistant turn would let the template strip it, or put an empty thought before it.)
+    assistant turn would let the template strip it, or put an empty thought before it.) An answer that begins with
+    a thought has none.
     """
 
     def in_template(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -127,7 +156,7 @@ def render(task: ConfigurableTask, doc: Mapping[str, Any], tokenizer: PreTrained
         apply_chat_template=tokenizer is not None,
         fewshot_as_multiturn=True,
         chat_template=in_template if tokenizer is not None else None,
-        gen_prefix=task.doc_to_prefix(doc) or None,
+        gen_prefix=None if thinking else task.doc_to_prefix(doc) or None,
     )
     request = task.construct_requests(doc, context, metadata=(task.task_name, 0, 1))
     return str(request.arguments[0])
@@ -168,14 +197,17 @@ def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
     doc = task.task_docs[doc_id]
     instance = Instance("generate_until", doc, ("",), 0, (task.task_name, doc_id, 1), [text])
     metrics: dict[str, float] = {}
+    answer: str | None = None
     for pipeline in task._filters:
         pipeline.apply([instance])
-        found = task.process_results(doc, [instance.filtered_resps[pipeline.name]])
-        for name, value in found.items():
-            metrics.setdefault(name, float(value))
+        for name, value in task.process_results(doc, [instance.filtered_resps[pipeline.name]]).items():
+            if name == ANSWER:
+                answer = str(value) if answer is None else answer
+            else:
+                metrics.setdefault(name, float(value))
     if METRIC not in metrics or not 0 <= metrics[METRIC] <= 1:
         raise RuntimeError(f"the task {task.task_name} gave no {METRIC} between 0 and 1 but {metrics}")
-    return Scored(metrics[METRIC], metrics)
+    return Scored(metrics[METRIC], metrics, answer)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:

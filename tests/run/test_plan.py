@@ -126,7 +126,7 @@ def test_a_suite_without_questions_is_seen(settings, monkeypatch):
     plain = dataclasses.replace(registry.load_suite("toy"), context_field=None)
     monkeypatch.setattr(registry, "load_suite", lambda name: plain)
     plan = make_plan(settings)
-    assert plan.checked.question == "seen"
+    assert plan.checked.protocol.question == "seen"
     assert all(planned.prompt.border is None for planned in plan.prompts)
     with pytest.raises(UserError, match="no question apart from their text"):
         make_plan(changed(settings, question="unseen"))

@@ -1,6 +1,7 @@
 """From sample lines to rows: means, shares, rates, loops."""
 
 import io
+import itertools
 
 import pytest
 from rich.console import Console
@@ -9,8 +10,16 @@ from evictbench import table
 from evictbench.summary import MEANS, repeats_itself, summarise, tokens_per_second
 
 
+NUMBERS = itertools.count()
+
+
 def line(task, score, **more):
-    known = dict.fromkeys(MEANS, 1.0) | {"occupancy_max": 8, "truncated": False, "repetition": False}
+    """A sample of a document of its own, unless `more` says which."""
+    known = (
+        {"doc_id": next(NUMBERS), "repeat": 0}
+        | dict.fromkeys(MEANS, 1.0)
+        | {"occupancy_max": 8, "truncated": False, "repetition": False}
+    )
     return known | {"task": task, "score": score, "decode_steps": 10, "decode_seconds": 2.0} | more
 
 
