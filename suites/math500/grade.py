@@ -9,7 +9,11 @@ from typing import Any
 from ..boxed import last_boxed
 from . import judge
 
-_FRAME = re.compile(r"^(?:\*\*|\$|\\\(|\\\[|`)+|(?:\*\*|(?<!\\)\$|\\\)|\\\]|`|(?<=[\w})\]])\.)+$")
+LONGEST = 1000
+"""Characters of an answer that is compared as mathematics: no gold has more than some 150, and a model that repeats
+itself may fill a box with thousands."""
+
+_FRAME = re.compile(r"^(?:\*\*|\$|\\\(|\\\[|`)+|(?:\*\*|(?<!\\)\$|\\\)|\\\]|`|(?<=[\w})\]$*])\.)+$")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{([^{}]*)\}")
 _BLANKS = re.compile(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
 _PLAIN = (
@@ -34,6 +38,8 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
     gold, answer = plain(doc["answer"]), plain(content)
     if gold == answer:
         return {"score": 1.0, "boxed": 1.0, "timed_out": 0.0, "answer": gold}
+    if len(content) > LONGEST:
+        return {"score": 0.0, "boxed": 1.0, "timed_out": 0.0, "answer": answer[:LONGEST]}
     verdict = judge.compare(unframed(doc["answer"]), unframed(content))
     return {
         "score": float(verdict.equal),
