@@ -1,0 +1,48 @@
+"""What runs in the generator's place: the comparison of full and evicted cache, request by request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from evictbench import environment, models
+from evictbench.fidelity import Comparison, Measured, Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictbench.generation import Request
+    from evictbench.plan import Plan
+
+
+class Forced:
+    """Feeds every prompt its document's continuation and measures. device: that of the model, in words."""
+
+    def __init__(self, plan: Plan, model: PreTrainedModel):
+        settings = plan.settings
+        self.device = environment.device_of(model)
+        self._documents = {name: task.task_docs for name, task in plan.tasks.items()}
+        self._comparison = Comparison(
+            model,
+            plan.policy,
+            plan.checked.budget,
+            prefill=settings.prefill,
+            chunk=settings.chunk,
+            batch_size=settings.batch_size,
+        )
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Measured]:
+        """Measure on every request; results come as they finish, in any order."""
+        return self._comparison.run(self._text(request) for request in requests)
+
+    def _text(self, request: Request) -> Text:
+        assert isinstance(request.key, tuple)
+        task, doc_id = request.key[:2]
+        continuation = self._documents[task][doc_id]["continuation_ids"][: request.max_new_tokens]
+        return Text(request.key, request.prompt, tuple(continuation), request.border)
+
+
+def load(plan: Plan) -> Forced:
+    """Load the weights of a plan."""
+    settings = plan.settings
+    return Forced(plan, models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code))
