@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -179,8 +179,7 @@ def _key(completion: Completion) -> records.Key:
 def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any]:
     """The record of one sample. Times in seconds, sizes in bytes."""
     prompt = planned.prompt
-    said = answer_of(completion.text, prompt.thinking.opened)
-    scored = _score(plan, planned, completion, said)
+    said, scored = _graded(plan, planned, completion)
     return {
         "task": prompt.task,
         "doc_id": prompt.doc_id,
@@ -210,17 +209,19 @@ def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any
     }
 
 
-def _score(plan: Plan, planned: Planned, completion: Completion, said: Answer) -> tasks.Scored:
-    """The grade of one completion: its own, where its generator gives one, or the task's for what follows the thought.
-    Without an answer it is wrong, whatever the task makes of an empty text."""
+def _graded(plan: Plan, planned: Planned, completion: Completion) -> tuple[Answer, tasks.Scored]:
+    """What a completion says after its thought, and its grade: the generator's own, where it gives one, or the task's.
+    An unclosed thought is wrong, whatever the task makes of an empty text."""
     own = getattr(completion, "score", None)
     if own is not None:
-        return tasks.Scored(float(own), dict(getattr(completion, "metrics", {})))
+        said = Answer(completion.text, "none")
+        return said, tasks.Scored(float(own), dict(getattr(completion, "metrics", {})))
     prompt = planned.prompt
+    said = answer_of(completion.text, prompt.thinking.opened)
     scored = tasks.score(plan.tasks[prompt.task], prompt.doc_id, said.text)
     if said.thought == "unclosed":
-        return replace(scored, score=0.0, metrics={**scored.metrics, tasks.METRIC: 0.0})
-    return scored
+        scored = tasks.Scored(0.0, {**scored.metrics, tasks.METRIC: 0.0}, None if scored.answer is None else "")
+    return said, scored
 
 
 def _check_occupancy(plan: Plan, folder: records.RunFolder, planned: Planned, completion: Completion) -> None:

@@ -9,7 +9,6 @@ from rich.console import Console
 from evictbench import table
 from evictbench.summary import MEANS, repeats_itself, summarise, tokens_per_second
 
-
 NUMBERS = itertools.count()
 
 
