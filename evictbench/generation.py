@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,7 +75,7 @@ class _Row:
     thought_opened: the prompt ends with an open <think>.
     """
 
-    request: Request
+    item: Request
     thought_opened: bool = False
     tokens: list[int] = field(default_factory=list)
     prefill_peak_bytes: int = 0
@@ -127,66 +126,26 @@ class Generator:
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Answer every request; completions come as they finish, in any order."""
-        import torch
+        from evictbench.batching import work_through
 
-        coming = iter(requests)
-        again: deque[Request] = deque()
-        active: list[_Row] = []
-        cache: EvictionCache | None = None
-        request: Request | None = None
-        with torch.inference_mode():
-            while True:
-                try:
-                    while len(active) < self.batch_size:
-                        request = again.popleft() if again else next(coming, None)
-                        if request is None:
-                            break
-                        row, prompt = self._prefill(request)
-                        if row.ended:
-                            yield self._completion(row, None, 0)
-                            continue
-                        if cache is None:
-                            cache = self._new_cache(rows=self.batch_size)
-                        self._admit(cache, prompt)
-                        active.append(row)
-                        request = None
-                    if not active or cache is None:
-                        return
-                    self._step(active, cache)
-                except torch.OutOfMemoryError:
-                    if not active:
-                        raise
-                    # A step that failed half-way has left some layers ahead of others: start these rows again.
-                    again.extendleft(row.request for row in reversed(active))
-                    if request is not None:
-                        again.append(request)
-                    self.batch_size = max(1, len(active) // 2)
-                    active, cache, request = [], None, None
-                    if torch.cuda.is_available():
-                        torch.cuda.empty_cache()
-                    continue
-                for index in range(len(active) - 1, -1, -1):
-                    if active[index].ended:
-                        yield self._completion(active[index], cache, index)
-                        self._release(cache, index)
-                        active[index] = active[-1]
-                        active.pop()
+        return work_through(self, requests)
 
-    def _new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
+    def new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
+        """A cache under this policy and budget."""
         from evictbench.cache import EvictionCache
 
         return EvictionCache(
             self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows
         )
 
-    def _prefill(self, request: Request) -> tuple[_Row, EvictionCache]:
+    def start(self, request: Request) -> tuple[_Row, EvictionCache]:
         """Feed a prompt in chunks, the question as one more, and choose the first token."""
         if not request.prompt:
             raise UserError("A prompt has no tokens.")
         started = time.perf_counter()
         length = len(request.prompt)
         border = request.border if request.border and request.border < length else length
-        cache = self._new_cache(prompt_length=border)
+        cache = self.new_cache(prompt_length=border)
         bounds = [*range(0, border, self.chunk), border, *([length] if border < length else [])]
         logits: Any = None
         for start, stop in itertools.pairwise(bounds):
@@ -199,7 +158,7 @@ class Generator:
         self._take(row, token)
         return row, cache
 
-    def _step(self, active: list[_Row], cache: EvictionCache) -> None:
+    def step(self, active: list[_Row], cache: EvictionCache) -> None:
         """Feed every row's last token, and take the next."""
         started = time.perf_counter()
         logits = self._forward(cache, [[row.tokens[-1]] for row in active], cache.seen)
@@ -230,8 +189,8 @@ class Generator:
         """The next token of each row."""
         from evictbench.sampling import choose, uniform
 
-        numbers = [uniform(self.seed, *row.request.draw, len(row.tokens)) for row in rows]
-        return choose(logits, [row.request.sampling for row in rows], numbers)
+        numbers = [uniform(self.seed, *row.item.draw, len(row.tokens)) for row in rows]
+        return choose(logits, [row.item.sampling for row in rows], numbers)
 
     def _take(self, row: _Row, token: int) -> None:
         """Add a chosen token to a row, or end it."""
@@ -239,37 +198,38 @@ class Generator:
             row.ended = True
             return
         row.tokens.append(token)
-        row.ended = len(row.tokens) >= row.request.max_new_tokens or self._stopped(row)
+        row.ended = len(row.tokens) >= row.item.max_new_tokens or self._stopped(row)
 
     def _stopped(self, row: _Row) -> bool:
         """A stop string has come. Only the tail that can hold one is decoded: a character has at most four tokens."""
-        if not row.request.stop:
+        if not row.item.stop:
             return False
-        tail = 4 * max(len(stop) for stop in row.request.stop) + 4
+        tail = 4 * max(len(stop) for stop in row.item.stop) + 4
         text = self._decode(row.tokens[-tail:])
-        return any(stop in text for stop in row.request.stop) and self._cut(row) is not None
+        return any(stop in text for stop in row.item.stop) and self._cut(row) is not None
 
     def _cut(self, row: _Row) -> str | None:
         """The text before the first stop string, None where there is none; a thought cannot be cut."""
         text = self._decode(row.tokens)
         start = 0
-        if row.request.thinking and (row.thought_opened or THINK in text):
+        if row.item.thinking and (row.thought_opened or THINK in text):
             start = text.find(THINK_END) + len(THINK_END)
             if start < len(THINK_END):
                 return None
-        found = [at for stop in row.request.stop if (at := text.find(stop, start)) >= 0]
+        found = [at for stop in row.item.stop if (at := text.find(stop, start)) >= 0]
         return text[: min(found)] if found else None
 
     def _decode(self, tokens: list[int]) -> str:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text if isinstance(text, str) else "".join(text)
 
-    def _completion(self, row: _Row, cache: EvictionCache | None, index: int) -> Completion:
-        cut = self._cut(row) if row.request.stop else None
+    def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> Completion:
+        """The answer of a row that has ended."""
+        cut = self._cut(row) if row.item.stop else None
         occupancy = cache.occupancy[index] if cache is not None else None
-        full = len(row.tokens) >= row.request.max_new_tokens
+        full = len(row.tokens) >= row.item.max_new_tokens
         return Completion(
-            key=row.request.key,
+            key=row.item.key,
             tokens=tuple(row.tokens),
             text=self._decode(row.tokens) if cut is None else cut,
             truncated=full and cut is None,
@@ -282,18 +242,6 @@ class Generator:
             decode_seconds=row.decode_seconds,
             decode_steps=row.decode_steps,
         )
-
-    @staticmethod
-    def _admit(cache: EvictionCache, prompt: EvictionCache) -> None:
-        from evictbench.rows import admit
-
-        admit(cache, prompt)
-
-    @staticmethod
-    def _release(cache: EvictionCache, row: int) -> None:
-        from evictbench.rows import release
-
-        release(cache, row)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

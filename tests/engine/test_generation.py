@@ -145,7 +145,9 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
         return forward(cache, tokens, starts)
 
     monkeypatch.setattr(ours, "_forward", scarce)
-    got = by_key(ours.run(requests))
+    completions = list(ours.run(requests))
+    got = by_key(completions)
+    assert len(completions) == len(requests), "each once"
     assert {key: completion.tokens for key, completion in got.items()} == {
         key: completion.tokens for key, completion in expected.items()
     }
@@ -154,6 +156,12 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(ours, "_forward", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(torch.OutOfMemoryError):
         list(ours.run(requests))
+
+
+def test_the_caller_is_not_left_in_inference_mode() -> None:
+    completions = generator(Full(), None).run([Request(key, prompt(9), None, 3) for key in range(2)])
+    next(completions)
+    assert not torch.is_inference_mode_enabled()
 
 
 def test_a_cache_refuses_a_model_that_attends_elsewhere() -> None:

@@ -1,0 +1,97 @@
+"""Rows that start alone and go on together: a finished row is replaced at once, and running out of memory halves them.
+
+What a row does is the caller's (`Work`): generation chooses tokens, fidelity is told them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from evictbench.rows import admit, release
+
+if TYPE_CHECKING:
+    from evictbench.cache import EvictionCache
+
+Done = TypeVar("Done", covariant=True)
+
+
+class Row(Protocol):
+    """A sequence under way: what it was made from, and whether nothing is left to do for it."""
+
+    item: Any
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left to do for it."""
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+class Work(Protocol[AnyRow, Done]):
+    """What is done with rows. batch_size: how many go on together; lowered when memory runs out."""
+
+    batch_size: int
+
+    def start(self, item: Any, /) -> tuple[AnyRow, EvictionCache]:
+        """Make a row of an item, with its prompt in a one-row cache."""
+
+    def new_cache(self, *, rows: int) -> EvictionCache:
+        """An empty cache with room for so many rows."""
+
+    def step(self, rows: list[AnyRow], cache: EvictionCache, /) -> None:
+        """One token further, for every row of the cache, in its order."""
+
+    def finish(self, row: AnyRow, cache: EvictionCache | None, index: int, /) -> Done:
+        """The result of a row that has ended, which is row `index` of the cache if there is one."""
+
+
+def work_through(work: Work[AnyRow, Done], items: Iterable[Any]) -> Iterator[Done]:
+    """Results as rows end, in any order. After a failure of memory, the rows under way start again, half as many."""
+    import torch
+
+    coming = iter(items)
+    again: deque[Any] = deque()
+    active: list[AnyRow] = []
+    cache: EvictionCache | None = None
+    while True:
+        item: Any = None
+        try:
+            while len(active) < work.batch_size:
+                item = again.popleft() if again else next(coming, None)
+                if item is None:
+                    break
+                with torch.inference_mode():
+                    row, prompt = work.start(item)
+                    if not row.ended:
+                        cache = cache or work.new_cache(rows=work.batch_size)
+                        admit(cache, prompt)
+                        active.append(row)
+                item = None
+                if row.ended:
+                    yield work.finish(row, None, 0)
+            if not active or cache is None:
+                return
+            with torch.inference_mode():
+                work.step(active, cache)
+        except torch.OutOfMemoryError:
+            if not active:
+                raise
+            # A step that failed half-way has left some layers ahead of others: these rows cannot go on.
+            again.extendleft(row.item for row in reversed(active))
+            if item is not None:
+                again.append(item)
+            work.batch_size = max(1, len(active) // 2)
+            active, cache = [], None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            continue
+        for index in range(len(active) - 1, -1, -1):
+            if active[index].ended:
+                yield work.finish(active[index], cache, index)
+                with torch.inference_mode():
+                    release(cache, index)
+                active[index] = active[-1]
+                active.pop()
