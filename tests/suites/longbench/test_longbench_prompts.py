@@ -299,3 +299,26 @@ def test_importing_the_suite_imports_nothing_heavy():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_the_hub_s_archive_is_read(prepare, tmp_path, monkeypatch):
+    from zipfile import ZipFile
+
+    import huggingface_hub
+
+    revision = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
+    archive = tmp_path / "snapshots" / revision / "data.zip"
+    write(tmp_path, "qasper_e", [record("qasper", 0)])
+    archive.parent.mkdir(parents=True)
+    with ZipFile(archive, "w") as file:
+        file.write(tmp_path / "qasper_e.jsonl", "data/qasper_e.jsonl")
+
+    def download(repo, name, *, repo_type, revision, local_files_only):
+        assert (repo, name, repo_type) == ("zai-org/LongBench", "data.zip", "dataset")
+        assert revision == archive.parent.name
+        return str(archive)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    prepared = prepare("qasper_e", data_dir=None)
+    assert prepared.data == prepare("qasper_e", data_dir=tmp_path).data
+    assert [doc["answers"] for doc in prepared.metadata["longbench_samples"]["qasper_e"]] == [["Ada wrote it", "Ada"]]
