@@ -56,7 +56,11 @@ def choose(settings: Settings, suite: Suite, tasks: tuple[str, ...] | None) -> C
     question = _question(settings, suite, own_question)
     pairs: dict[str, tuple[Any, Any]] = {
         "question": (question, own_question),
-        **{name: (value, getattr(preset.sampling, name)) for name, value in asdict(sampling).items()},
+        **{
+            name: (value, getattr(preset.sampling, name))
+            for name, value in asdict(sampling).items()
+            if name == "temperature" or sampling != GREEDY  # of which there is nothing more to say
+        },
         "repeats": (repeats, preset.repeats),
     }
     differs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

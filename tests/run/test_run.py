@@ -6,10 +6,13 @@ import json
 import pytest
 from fake_plugins import FakeGenerator, make_model
 
-from evictbench import records, tasks
+from evictbench import records, registry, tasks
 from evictbench.errors import UserError
+from evictbench.generation import Completion
+from evictbench.plan import make_plan
 from evictbench.run import RunFailed, run
 from evictbench.settings import Settings
+from evictbench.suite import Protocol, Sampling, Suite
 
 
 class Watch:
@@ -53,6 +56,28 @@ def go(settings, watch=None, device="cpu", **fake):
     seen = fake.pop("seen", [])
     outcome = run(settings, watch, lambda plan: (FakeGenerator(plan.tokenizer, seen=seen, **fake), device))
     return outcome, watch, seen
+
+
+WARM = Sampling(temperature=0.6)
+
+
+@pytest.fixture
+def sampled(settings, monkeypatch):
+    """The toy suite, sampled four times."""
+    preset = Protocol(source="a card", tasks=("toy_recall", "toy_pairs"), sampling=WARM, repeats=4)
+    suite = dataclasses.replace(registry.load_suite("toy"), protocols={"default": preset})
+    monkeypatch.setattr(registry, "load_suite", lambda name: suite)
+    return settings
+
+
+class Lucky(FakeGenerator):
+    """Right on three documents of four in the first two repeats, and on none afterwards; its answers repeat."""
+
+    def answer(self, request):
+        done = super().answer(request)
+        _, doc_id, repeat = request.key
+        words = self.tokenizer.decode(request.prompt).split("Remember this. ")[1].split(" Blue")[0]
+        return dataclasses.replace(done, text=f" {words}" if doc_id < 3 and repeat < 2 else " no idea")
 
 
 def essence(folder):
@@ -255,3 +280,116 @@ def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
     assert {line["prompt_ids"] is None for line in lines} == {True, False}
     assert all((line["prompt_ids"] is None) == (line["prompt_tokens"] > 80) for line in lines)
     assert all(line["prompt_hash"] for line in lines)
+
+
+def test_each_document_is_answered_as_often_as_the_protocol_says(sampled):
+    outcome, _, seen = go(sampled)
+    keys = {(task, i, repeat) for task in ("toy_recall", "toy_pairs") for i in range(4) for repeat in range(4)}
+    assert set(records.read_samples(outcome.plan.folder)) == {request.key for request in seen} == keys
+    assert {request.sampling for request in seen} == {WARM}
+    assert len({request.draw for request in seen}) == len(seen) == 32
+    assert {request.draw[1] for request in seen} == {0, 1, 2, 3}
+    row = outcome.summary["tasks"]["toy_pairs"]
+    assert (row["samples"], row["asked"], row["documents"], row["repeats"], row["k"]) == (16, 16, 4, 4, 4)
+
+
+def test_a_larger_repeats_extends_and_a_smaller_one_shows_all_there_is(sampled):
+    first, _, _ = go(dataclasses.replace(sampled, repeats=2))
+    assert first.summary["differs"] == {"repeats": {"used": 2, "protocol": 4}}
+    second, _, seen = go(sampled)
+    assert second.plan.folder == first.plan.folder
+    assert {request.key[2] for request in seen} == {2, 3}
+    whole, _, _ = go(dataclasses.replace(sampled, out=sampled.out / "whole"))
+    assert essence(second.plan.folder) == essence(whole.plan.folder)
+    assert second.summary["tasks"] == whole.summary["tasks"]
+    third, _, seen = go(dataclasses.replace(sampled, repeats=1))
+    assert seen == []
+    assert third.summary["tasks"] == second.summary["tasks"]
+
+
+def test_a_sampled_run_that_was_stopped_goes_on_as_it_began(sampled):
+    stopped, _, _ = go(sampled, Watch(stop_after=13))
+    assert stopped.interrupted
+    assert stopped.summary["tasks"]["toy_pairs"]["repeats"] == 1  # what every document has
+    going_on, _, seen = go(sampled)
+    assert len(seen) == 32 - 13
+    whole, _, every = go(dataclasses.replace(sampled, out=sampled.out / "whole"))
+    draws = {request.key: request.draw for request in every}
+    assert all(draws[request.key] == request.draw for request in seen)
+    assert going_on.summary["tasks"] == whole.summary["tasks"]
+
+
+def test_c7_scores_over_repeats(sampled, monkeypatch):
+    """The mean over documents of each one's mean; the best of k without bias; the majority with ties to the first."""
+    score = tasks.score
+    monkeypatch.setattr(
+        tasks, "score", lambda task, doc_id, text: dataclasses.replace(score(task, doc_id, text), answer=text.strip())
+    )
+    outcome = run(sampled, Watch(), lambda plan: (Lucky(plan.tokenizer), "cpu"))
+    row = outcome.summary["tasks"]["toy_recall"]
+    assert row["score"] == pytest.approx(3 / 8)
+    assert (row["k"], row["pass_at_k"]) == (4, 0.75)
+    assert row["maj_at_k"] == 0.75  # two against two: the first
+    low, high = row["interval"]
+    assert low < 3 / 8 - 0.2  # four documents, and not sixteen samples
+    assert high > 3 / 8 + 0.2
+    again = run(dataclasses.replace(sampled, at=2), Watch(), lambda plan: (_ for _ in ()).throw(AssertionError))
+    row = again.summary["tasks"]["toy_recall"]
+    assert row["score"] == pytest.approx(3 / 8)
+    assert (row["k"], row["pass_at_k"]) == (2, pytest.approx(0.75 * (1 - 1 / 6)))  # 2 right of 4: 1 - C(2,2)/C(4,2)
+    mean = again.summary["mean"]
+    assert (mean["k"], mean["repeats"], mean["documents"], mean["samples"]) == (2, 4, 8, 32)
+
+
+def test_prompts_beyond_the_window_are_left_out_counted_and_shown(model, settings, tmp_path):
+    lengths = sorted({len(planned.prompt.ids) for planned in make_plan(settings).prompts})
+    folder = make_model(tmp_path / "short", weights=False, window=lengths[-1] + 12)
+    short = dataclasses.replace(settings, model=str(folder), context=None, max_new_tokens="card", limit=7)
+    short = dataclasses.replace(short, context=100)
+    with pytest.raises(UserError, match="--skip-overlong leaves such samples out"):
+        go(short)
+    outcome, watch, seen = go(dataclasses.replace(short, skip_overlong=True))
+    overlong = outcome.summary["overlong"]
+    assert set(overlong) == {"toy_pairs"}
+    count = len(overlong["toy_pairs"])
+    assert 0 < count < 7
+    assert len(seen) == 14 - count
+    assert not {("toy_pairs", doc_id, 0) for doc_id in overlong["toy_pairs"]} & {request.key for request in seen}
+    (sentence,) = watch.warnings
+    assert f"{count} of 7 prompts of toy_pairs do not fit the window of short" in sentence
+    assert outcome.summary["warnings"] == [sentence]
+    assert outcome.summary["tasks"]["toy_pairs"]["asked"] == 7 - count
+    folder = make_model(tmp_path / "shorter", weights=False, window=20)
+    with pytest.raises(UserError, match="nothing is left to run"):
+        go(dataclasses.replace(short, model=str(folder), context=20, skip_overlong=True))
+
+
+def test_a_suite_may_bring_a_generator_that_grades_for_itself(settings, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Measured(Completion):
+        score: float = 0.0
+        metrics: dict = dataclasses.field(default_factory=dict)
+
+    class Measurer(FakeGenerator):
+        device = "cpu: measured"
+
+        def answer(self, request):
+            known = vars(super().answer(request)) | {"text": "<think> no task reads this"}
+            return Measured(**known, score=0.5 + request.key[1] / 8, metrics={"kl": 2.0 + request.key[1]})
+
+    @dataclasses.dataclass(frozen=True)
+    class MeasuredSuite(Suite):
+        generator: object = staticmethod(lambda plan: Measurer(plan.tokenizer))
+
+    toy = registry.load_suite("toy")
+    suite = MeasuredSuite(**vars(toy))
+    monkeypatch.setattr(registry, "load_suite", lambda name: suite)
+    monkeypatch.setattr(tasks, "score", None)
+    outcome = run(settings, Watch())
+    line = records.read_samples(outcome.plan.folder)["toy_pairs", 2, 0]
+    assert (line["score"], line["metrics"], line["answer"], line["thinking"]) == (0.75, {"kl": 4.0}, None, "none")
+    assert records.read_run(outcome.plan.folder)["sessions"][0]["device"] == "cpu: measured"
+    metric = outcome.summary["tasks"]["toy_pairs"]["metrics"]["kl"]
+    assert metric["mean"] == 3.5
+    assert metric["interval"][0] < 3.5 < metric["interval"][1]
+    assert outcome.summary["mean"]["metrics"] == {"kl": {"mean": 3.5, "interval": None}}

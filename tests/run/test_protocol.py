@@ -1,0 +1,195 @@
+"""Protocols as data: looked up by name, changed by options, and every change named."""
+
+import dataclasses
+
+import pytest
+from fake_plugins import TOY, make_model
+
+from evictbench import records, registry
+from evictbench.errors import UserError
+from evictbench.plan import make_plan
+from evictbench.settings import Settings, check
+from evictbench.suite import GREEDY, Protocol, Sampling
+
+WARM = Sampling(temperature=0.6, top_p=0.95, top_k=20)
+PROTOCOLS = {
+    "default": Protocol(source="a card", tasks=("toy_recall", "toy_pairs"), sampling=WARM, repeats=2),
+    "paper": Protocol(source="a paper", tasks=("toy_pairs",), question="seen", max_new_tokens=9, chat=False),
+    "many": Protocol(source="another", tasks=("toy_recall", "toy_pairs"), sampling=WARM, repeats=16),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", weights=False)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The toy suite has protocols here, and what is asked of it is noted."""
+    requests = []
+
+    def prepare(request):
+        requests.append(request)
+        return TOY.prepare(request)
+
+    suite = dataclasses.replace(TOY, protocols=PROTOCOLS, prepare=prepare)
+    monkeypatch.setattr(registry, "load_suite", lambda name: suite)
+    return requests
+
+
+@pytest.fixture
+def settings(asked, model, tmp_path):
+    return Settings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
+
+
+def changed(settings, **changes):
+    return dataclasses.replace(settings, **changes)
+
+
+def mark(settings):
+    return records.fingerprint(make_plan(settings).identity)
+
+
+def test_a_suite_without_protocols_is_greedy_once(model):
+    chosen = check(Settings(policy="hoard", suite="toy", budget="16", model=str(model))).protocol
+    assert (chosen.name, chosen.sampling, chosen.repeats, chosen.question) == ("default", GREEDY, 1, "unseen")
+    assert chosen.tasks is None
+    assert chosen.differs == {}
+
+
+def test_the_protocol_decides_what_no_option_does(settings, asked):
+    plan = make_plan(settings)
+    assert plan.checked.protocol.sampling == WARM
+    assert [planned.repeat for planned in plan.prompts] == [0] * 8 + [1] * 8
+    assert asked[-1].tasks is None  # the suite's own set, so that what has no data is skipped and not refused
+    assert plan.identity["protocol"] == {
+        "name": "default",
+        "context": 256,
+        "question": "unseen",
+        "chat": True,
+        "thoughts": False,
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "min_p": 0.0,
+        "max_new_tokens": "auto",
+        "card": None,
+        "prefill": "native",
+        "chunk": 512,
+        "differs": [],
+    }
+    plan = make_plan(changed(settings, protocol="paper"))
+    assert plan.checked.protocol.sampling == GREEDY
+    assert asked[-1].tasks == ("toy_pairs",)
+    assert (asked[-1].window, asked[-1].max_new_tokens, asked[-1].chat) == (512, 9, False)
+    assert {planned.max_new_tokens for planned in plan.prompts} == {9}
+    assert all(planned.prompt.border is None for planned in plan.prompts)
+    assert (plan.cut, plan.differs) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        ({"temperature": 1.0, "top_p": 0.8}, {"temperature": (1.0, 0.6), "top_p": (0.8, 0.95)}),
+        ({"temperature": 0.6, "top_k": 20, "repeats": 2}, {}),
+        ({"min_p": 0.1}, {"min_p": (0.1, 0.0)}),
+        ({"temperature": 0.0, "repeats": 1}, {"temperature": (0.0, 0.6), "repeats": (1, 2)}),
+        ({"repeats": 4}, {"repeats": (4, 2)}),
+        ({"question": "seen"}, {"question": ("seen", "unseen")}),
+        ({"question": "unseen"}, {}),
+        ({"chat": "off"}, {"chat": (False, True)}),
+        ({"chat": "on"}, {}),
+        ({"max_new_tokens": "15"}, {"max_new_tokens": (15, "12, 20")}),
+        ({"tasks": "toy_pairs"}, {}),
+        ({"protocol": "paper", "tasks": "toy_recall"}, {"tasks": ("toy_recall", "toy_pairs")}),
+        ({"protocol": "paper", "max_new_tokens": "9"}, {}),
+        ({"protocol": "paper", "max_new_tokens": "5"}, {"max_new_tokens": (5, "9")}),
+        ({"protocol": "paper", "chat": "on"}, {"chat": (True, False)}),
+        ({"protocol": "paper", "temperature": 0.6}, {"temperature": (0.6, 0.0)}),
+    ],
+)
+def test_what_an_option_changes_is_named(settings, changes, differs):
+    plan = make_plan(changed(settings, **changes))
+    assert plan.differs == differs
+    assert plan.identity["protocol"]["differs"] == sorted(differs.keys() - {"repeats"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"protocol": "papper"}, "Unknown protocol 'papper' of toy: did you mean paper?"),
+        ({"protocol": "x"}, "Unknown protocol 'x' of toy: there are default, many, paper."),
+        ({"repeats": 0}, "--repeats is 0; it has to be at least 1."),
+        ({"at": 0}, "--at is 0; it has to be at least 1."),
+        ({"at": 3}, "--at is 3, and there are 2 answers per document"),
+        ({"repeats": 4, "at": 5}, "--at is 5, and there are 4 answers per document"),
+        ({"temperature": 0.0}, "Greedy answers are the same every time, so 2 repeats say no more than one"),
+        ({"protocol": "paper", "repeats": 2}, "Greedy answers are the same every time"),
+        ({"temperature": -0.5}, "--temperature is -0.5; it has to be 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "--temperature is nan"),
+        ({"top_p": 1.5}, "--top-p is 1.5; it has to be above 0 and up to 1."),
+        ({"top_p": 0.0}, "--top-p 0 leaves no token to draw"),
+        ({"top_k": -1}, "--top-k is -1; it has to be 0 (all tokens) or more."),
+        ({"min_p": 2.0}, "--min-p is 2; it has to be between 0 and 1."),
+        ({"protocol": "paper", "top_p": 0.9, "top_k": 5}, "paper of toy is greedy, where --top-p and --top-k would do"),
+        ({"temperature": 0.0, "repeats": 1, "min_p": 0.1}, "--temperature 0 is greedy, where --min-p would do nothing"),
+        ({"thinking": "of"}, "Unknown value 'of' of --thinking: did you mean off"),
+        ({"thinking": "on"}, "The chat template of tiny has no switch for thinking"),
+    ],
+)
+def test_bad_input_is_a_sentence(settings, changes, sentence):
+    with pytest.raises(UserError) as refusal:
+        make_plan(changed(settings, **changes))
+    assert sentence in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not settings.out.exists()
+
+
+def test_how_the_answers_are_made_is_in_the_fingerprint(settings):
+    marks = [mark(settings)]
+    for changes in (
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 0},
+        {"min_p": 0.05},
+        {"protocol": "many"},
+        {"protocol": "paper"},
+        {"protocol": "paper", "temperature": 0.6},
+    ):
+        marks.append(mark(changed(settings, **changes)))
+    assert len(set(marks)) == len(marks)
+
+
+def test_how_many_answers_are_made_is_not(settings):
+    first = mark(settings)
+    for changes in ({"repeats": 5}, {"at": 1}, {"skip_overlong": True}, {"temperature": 0.6}):
+        assert mark(changed(settings, **changes)) == first, changes
+
+
+def test_a_protocol_in_chat_needs_a_template(settings, monkeypatch, tmp_path):
+    folder = make_model(tmp_path / "plain", weights=False)
+    (folder / "chat_template.jinja").unlink()
+    chatty = dataclasses.replace(TOY, protocols={"default": Protocol(source="", tasks=TOY.tasks, chat=True)})
+    monkeypatch.setattr(registry, "load_suite", lambda name: chatty)
+    plain = changed(settings, model=str(folder))
+    with pytest.raises(UserError, match="has no chat template: use --chat off"):
+        make_plan(plain)
+    assert make_plan(changed(plain, chat="off")).differs == {"chat": (False, True)}
+
+
+def test_the_draw_is_the_samples_own_whatever_the_policy_budget_or_limit(settings):
+    plans = [
+        make_plan(changed(settings, **changes))
+        for changes in ({}, {"policy": "full", "budget": None}, {"budget": "25%"}, {"repeats": 3}, {"limit": 2})
+    ]
+    draws = [{planned.key: planned.draw for planned in plan.prompts} for plan in plans]
+    for other in draws[1:]:
+        shared = draws[0].keys() & other.keys()
+        assert shared
+        assert all(draws[0][key] == other[key] for key in shared)
+    whole = draws[3]
+    assert len(set(whole.values())) == len(whole) == 24  # no two answers are drawn alike
+    assert all(0 <= number < 2**64 and repeat == key[2] for key, (number, repeat) in whole.items())
+    # Written down, so that a change of it cannot go unnoticed: sampled runs of before would not go on as they began.
+    assert whole["toy_recall", 1, 2] == (9799850320401983600, 2)
