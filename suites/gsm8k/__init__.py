@@ -10,8 +10,7 @@ __all__ = ["SUITE"]
 
 PROTOCOLS = {
     "default": Protocol(
-        source="zero-shot, boxed, as in Hold Onto That Thought (arXiv:2512.12008), where prompts are short enough for "
-        "small budgets to matter; greedy, 512 tokens",
+        source="zero-shot, boxed, after Hold Onto That Thought (arXiv:2512.12008); greedy and 512 tokens are our choice",
         tasks=("gsm8k",),
     ),
     "cot8": Protocol(
