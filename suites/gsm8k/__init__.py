@@ -10,7 +10,7 @@ __all__ = ["SUITE"]
 
 PROTOCOLS = {
     "default": Protocol(
-        source="zero-shot, boxed, after Hold Onto That Thought (arXiv:2512.12008); greedy and 512 tokens are our choice",
+        source="zero-shot, boxed, after Hold Onto That Thought (arXiv:2512.12008); greedy, 512 tokens: our choice",
         tasks=("gsm8k",),
     ),
     "cot8": Protocol(
