@@ -81,6 +81,7 @@ def test_a_run_says_what_it_runs_shows_a_table_and_what_to_type_next(run):
         "toy in 256 tokens, seed 0: toy_recall, toy_pairs (4 samples each)",
         "question  unseen",
         "prefill   native (bounded), chunks of 512 tokens",
+        "protocol  default",
         "answers   at most 12 to 20 tokens (auto), greedy",
         "skipped   toy_songs: no songs in --data-dir.",
         "toy_recall",
@@ -95,6 +96,29 @@ def test_a_run_says_what_it_runs_shows_a_table_and_what_to_type_next(run):
     code, out, _ = run()
     assert code == 0
     assert "8 of 8 samples are there from before" in out
+
+
+def test_what_differs_from_the_protocol_is_said_and_written(run):
+    line = ("--temperature", "0.7", "--top-k", "20", "--repeats", "3", "--chat", "off", "--at", "2", "--limit", "2")
+    code, out, err = run(*line)
+    assert code == 0, err
+    for said in (
+        "differs   temperature 0.7, not 0; top_k 20, not 0; repeats 3, not 1; chat off, not on",
+        "answers   at most 12 to 20 tokens (auto), temperature 0.7, top-k 20, 3 per document",
+        "toy_recall, toy_pairs (2 samples each)",
+        "plain text",
+        "avg@3",
+        "pass@2",
+        "2 x 3",
+        "next: evictbench run --policy full --suite toy --limit 2 --model",
+        "--chat off --repeats 3 --at 2 --temperature 0.7 --top-k 20",
+    ):
+        assert said in out, said
+    code, out, _ = run(*line, "--json")
+    summary = json.loads(out)
+    assert summary["differs"]["repeats"] == {"used": 3, "protocol": 1}
+    assert summary["identity"]["protocol"]["differs"] == ["chat", "temperature", "top_k"]
+    assert summary["tasks"]["toy_pairs"]["k"] == 2
 
 
 def test_json_is_all_that_stdout_holds(run):

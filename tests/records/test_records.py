@@ -258,6 +258,15 @@ def test_read_runs_gives_one_row_per_sample_with_what_was_run(tmp_path):
     assert len(records.read_runs(folder_for(tmp_path))) == 2
 
 
+def test_read_runs_names_the_protocol_and_what_differs_from_it(tmp_path):
+    protocol = IDENTITY["protocol"] | {"name": "kvpop", "temperature": 0.6, "differs": ["question", "temperature"]}
+    make(tmp_path, [line(0, repeat=3, thinking="closed")], IDENTITY | {"protocol": protocol})
+    (row,) = records.read_runs(tmp_path).to_dict("records")
+    assert (row["protocol"], row["differs"], row["temperature"]) == ("kvpop", "question, temperature", 0.6)
+    assert (row["repeat"], row["thinking"]) == (3, "closed")
+    assert "name" not in row
+
+
 def test_read_runs_refuses_what_is_not_ours(tmp_path):
     with pytest.raises(UserError, match="There is no folder"):
         records.read_runs(tmp_path / "nowhere")

@@ -1,11 +1,13 @@
 """Intervals of mean scores, against scipy and against known values."""
 
+import itertools
 import math
+import random
 
 import pytest
 from scipy.stats import binomtest, t
 
-from evictbench.stats import mean_interval, mean_of_tasks
+from evictbench.stats import best_of, majority, mean_interval, mean_of_tasks, spread_interval
 
 
 def test_right_or_wrong_scores_get_wilsons_interval():
@@ -62,8 +64,6 @@ def test_a_task_with_one_sample_leaves_the_mean_without_interval():
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
     """Of 600 experiments with a known truth (two tasks, 40 right-or-wrong samples each), about 95% are covered."""
-    import random
-
     dice = random.Random(5)
     covered = 0
     for _ in range(600):
@@ -74,3 +74,73 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
         _, (low, high) = mean_of_tasks(tasks)
         covered += low <= 0.65 <= high
     assert 0.92 < covered / 600 < 0.99
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_the_best_of_k_is_the_mean_over_all_ways_to_draw_k(n):
+    dice = random.Random(n)
+    for scores in ([dice.random() for _ in range(n)], [float(dice.random() < 0.4) for _ in range(n)]):
+        for k in range(1, n + 1):
+            every = [max(drawn) for drawn in itertools.combinations(scores, k)]
+            assert best_of(scores, k) == pytest.approx(sum(every) / len(every))
+
+
+@pytest.mark.parametrize(("n", "right", "k"), [(16, 0, 4), (16, 1, 16), (16, 5, 4), (64, 3, 8), (16, 15, 2)])
+def test_of_right_or_wrong_it_is_the_unbiased_pass_at_k(n, right, k):
+    scores = [1.0] * right + [0.0] * (n - right)
+    assert best_of(scores, k) == pytest.approx(1 - math.comb(n - right, k) / math.comb(n, k))
+    assert best_of(scores, 1) == pytest.approx(right / n)
+
+
+def test_c7_pass_at_1_does_not_shrink_as_answers_grow():
+    assert best_of([1.0, 0.0] * 2, 1) == best_of([1.0, 0.0] * 32, 1) == 0.5
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_more_than_there_are_cannot_be_drawn(k):
+    with pytest.raises(ValueError, match="there are 2 scores"):
+        best_of([1.0, 0.0], k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "scores", "score"),
+    [
+        (["7", "8", "8"], [1.0, 0.0, 0.0], 0.0),
+        (["7", "8", "7"], [1.0, 0.0, 1.0], 1.0),
+        (["8", "7", "7", "8"], [0.0, 1.0, 1.0, 0.0], 0.0),  # a tie goes to what came first
+        (["7", "8"], [1.0, 0.0], 1.0),
+        (["", "", "7"], [0.0, 0.0, 1.0], 1.0),  # no answer is no vote
+        ([None, None, "7"], [0.0, 0.0, 1.0], 1.0),
+        (["", None], [0.0, 0.0], 0.0),
+        (["a", "a"], [0.25, 0.75], 0.25),
+    ],
+)
+def test_the_majority_is_the_answer_given_most_often(answers, scores, score):
+    assert majority(answers, scores) == score
+
+
+def test_values_of_any_size_get_students_interval():
+    values = [2.0, 3.5, 7.0]
+    half = t.ppf(0.975, 2) * math.sqrt(sum((value - 12.5 / 3) ** 2 for value in values) / 2 / 3)
+    assert spread_interval(values) == pytest.approx((12.5 / 3 - half, 12.5 / 3 + half))
+    assert spread_interval([1.0]) is None
+
+
+def test_repeats_of_few_documents_are_no_more_documents():
+    """Documents that are hard or easy, eight answers each: intervals over documents cover the truth, over samples
+    they would not."""
+    dice = random.Random(11)
+    covered = fooled = 0
+    for _ in range(300):
+        means, samples = [], []
+        for _ in range(20):
+            ease = 0.95 if dice.random() < 0.5 else 0.05
+            drawn = [float(dice.random() < ease) for _ in range(8)]
+            means.append(sum(drawn) / 8)
+            samples += drawn
+        low, high = mean_interval(means)
+        covered += low <= 0.5 <= high
+        low, high = mean_interval(samples)
+        fooled += not low <= 0.5 <= high
+    assert covered / 300 > 0.9
+    assert fooled / 300 > 0.2

@@ -1,11 +1,15 @@
 """Prompts: rendered, encoded once, at most one BOS, the border where the context ends; and scores."""
 
+import dataclasses
+import shutil
+
 import pytest
 from fake_plugins import TOY, make_tokenizer, prepare
 
 from evictbench import tasks
 from evictbench.errors import UserError
 from evictbench.suite import SuiteRequest
+from evictbench.thinking import Thinking
 
 
 def load(limit=4, names=None):
@@ -176,3 +180,53 @@ def test_a_tokenizer_without_offsets_is_refused_only_where_the_border_is_needed(
     assert prompts(tokenizer, chat=True, context_field=None)[1]
     with pytest.raises(UserError, match="use --question seen"):
         prompts(tokenizer, chat=True)
+
+
+@pytest.fixture
+def half_chatty(tmp_path):
+    """The toy suite with a task that never is in the chat template, and one that states no token limit."""
+    folder = tmp_path / "tasks"
+    shutil.copytree(TOY.folder, folder)
+    for name, old, new in (
+        ("recall", "version: 1.0", "version: 1.0\n  chat: false"),
+        ("pairs", "  max_gen_toks: 20\n", ""),
+    ):
+        file = folder / f"{name}.yaml"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+    return dataclasses.replace(TOY, folder=folder)
+
+
+def test_b6_a_task_may_keep_out_of_the_chat_template(half_chatty):
+    tokenizer = make_tokenizer()
+    request = SuiteRequest(tokenizer=tokenizer, chat=True, limit=2)
+    loaded = tasks.load_tasks(half_chatty, prepare(request))
+    texts = {}
+    for name, task in loaded.items():
+        made = tasks.prompts(
+            task, tokenizer, chat=True, context_field="context", limit=2, thinking=Thinking(on=True, opened=True)
+        )
+        texts[name] = [(tokenizer.decode(prompt.ids), prompt.thinking) for prompt in made]
+    assert {name: tasks.uses_chat(task) for name, task in loaded.items()} == {"toy_recall": False, "toy_pairs": True}
+    assert all("<user>" in text and thinking.on for text, thinking in texts["toy_pairs"])
+    for text, thinking in texts["toy_recall"]:
+        assert text.startswith("<s>Remember this.")
+        assert text.endswith("remembered? It was")  # no thought comes first, so the answer prefix stays
+        assert "<user>" not in text
+        assert thinking == Thinking()
+
+
+def test_a_task_that_states_no_limit_has_lm_evals(half_chatty):
+    request = SuiteRequest(tokenizer=make_tokenizer(), chat=True, limit=1)
+    loaded = tasks.load_tasks(half_chatty, prepare(request))
+    assert {name: tasks.token_limit(task) for name, task in loaded.items()} == {"toy_recall": 12, "toy_pairs": 256}
+
+
+def test_a_task_may_name_the_answer_that_it_found(monkeypatch):
+    task = load()["toy_recall"]
+    for found, answer in (({"score": 1, "answer": "7"}, "7"), ({"score": 0, "answer": 7}, "7"), ({"score": 1}, None)):
+        monkeypatch.setattr(task.config, "process_results", lambda doc, results, found=found: found)
+        scored = tasks.score(task, 0, "text")
+        assert scored.answer == answer
+        assert scored.metrics == {"score": float(found["score"])}

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from evictbench import table
+from evictbench.stats import mean_interval, spread_interval
 from evictbench.summary import MEANS, repeats_itself, summarise, tokens_per_second
 
 NUMBERS = itertools.count()
@@ -72,9 +73,60 @@ def test_a_loop_at_the_end_is_seen(tokens, loops):
     assert repeats_itself(tokens) is loops
 
 
-def shown(width):
-    lines = [line("niah_multiquery", 1.0, decode_seconds=1e3), line("niah_multiquery", 0.25), line("vt", 0.5)]
-    summary = summarise(lines, {"niah_multiquery": 2, "vt": 2})
+def repeated(task, scores, answers=None, first=0):
+    """Lines of several documents: one row of scores each."""
+    return [
+        line(task, score, doc_id=doc_id, repeat=repeat, answer=answers[doc_id][repeat] if answers else None)
+        for doc_id, row in enumerate(scores, start=first)
+        for repeat, score in enumerate(row)
+    ]
+
+
+def test_c7_documents_weigh_alike_however_many_answers_they_have_so_far():
+    lines = repeated("a", [[1.0, 1.0, 1.0, 1.0], [0.0]])
+    row = summarise(lines, {"a": 8})["tasks"]["a"]
+    assert row["score"] == 0.5
+    assert (row["samples"], row["asked"], row["documents"], row["repeats"], row["k"]) == (5, 8, 2, 1, 1)
+    assert row["pass_at_k"] == 0.5
+    assert summarise(lines, {"a": 8}, at=3)["tasks"]["a"]["pass_at_k"] == 1.0  # of the one that has three
+
+
+def test_the_interval_is_over_documents():
+    scores = [[1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 1.0, 0.0]]
+    row = summarise(repeated("a", scores), {"a": 12})["tasks"]["a"]
+    assert row["interval"] == mean_interval([0.75, 0.25, 0.5])
+    assert row["pass_interval"] == mean_interval([1.0, 1.0, 1.0])
+
+
+def test_the_majority_is_of_the_first_k_and_only_where_there_are_answers():
+    lines = repeated("a", [[0.0, 0.0, 1.0, 1.0, 1.0]], [["5", "5", "7", "7", "7"]])
+    assert summarise(lines, {"a": 5})["tasks"]["a"]["maj_at_k"] == 1.0
+    assert summarise(lines, {"a": 5}, at=3)["tasks"]["a"]["maj_at_k"] == 0.0
+    reversed_on_disk = summarise(lines[::-1], {"a": 5}, at=3)
+    assert reversed_on_disk["tasks"]["a"]["maj_at_k"] == 0.0
+    silent = repeated("a", [[0.0, 1.0]])
+    assert summarise(silent, {"a": 2})["tasks"]["a"]["maj_at_k"] is None
+    both = summarise(lines + repeated("b", [[0.0] * 5]), {"a": 5, "b": 5})
+    assert both["mean"]["maj_at_k"] is None
+    assert both["mean"]["pass_at_k"] == 0.5
+
+
+def test_one_answer_each_has_no_k():
+    row = summarise([line("a", 1.0), line("a", 0.0)], {"a": 2})["tasks"]["a"]
+    assert (row["repeats"], row["k"], row["pass_at_k"], row["maj_at_k"]) == (1, None, None, None)
+
+
+def test_metrics_beside_the_score_have_means_and_intervals():
+    lines = [line("a", 1.0, metrics={"score": 1.0, "kl": 3.0}), line("a", 0.0, metrics={"score": 0.0, "kl": 5.0})]
+    metric = summarise(lines, {"a": 2})["tasks"]["a"]["metrics"]["kl"]
+    assert metric == {"mean": 4.0, "interval": spread_interval([3.0, 5.0])}
+    assert metric["interval"][1] > 5
+
+
+def shown(width, lines=None):
+    lines = lines or [line("niah_multiquery", 1.0, decode_seconds=1e3), line("niah_multiquery", 0.25), line("vt", 0.5)]
+    asked = dict.fromkeys((one["task"] for one in lines), 0) | ({} if len(lines) > 3 else {"vt": 2})
+    summary = summarise(lines, asked)
     console = Console(file=io.StringIO(), width=width)
     console.print(*table.result_tables(summary, console))
     return console.file.getvalue()
@@ -91,3 +143,38 @@ def test_no_number_is_cut_off_at_any_usual_width(width):
     assert "…" not in text
     for said in ("62.5", "50.0", "1/2", "-", "0%"):
         assert said in text
+
+
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [(100, "passage_retrieval_en_e"), (160, "bbh_tracking_shuffled_objects_seven_objects")],
+)
+def test_repeats_fit_a_usual_width(width, name):
+    answers = [["a", "b"] * 8] * 2
+    lines = repeated(name, [[1.0, 0.0] * 8, [0.0, 1.0] * 8], answers) + repeated("aime24", [[1.0] * 16] * 2, answers)
+    text = shown(width, lines)
+    assert "…" not in text
+    for said in ("avg@16", "pass@16", "maj@16", "2 x 16", "50.0", name, "loop"):
+        assert said in text, said
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_names_fold_before_numbers_do():
+    text = shown(80, [line("bbh_tracking_shuffled_objects_seven_objects_direct", 0.625) for _ in range(4)])
+    assert "…" not in text
+    for said in ("62.5", "tok/s", "prefill", "loop"):
+        assert said in text
+    column = "".join(row.split()[0] for row in text.splitlines() if (row.strip() and "bbh" in row) or "_" in row)
+    assert column == "bbh_tracking_shuffled_objects_seven_objects_direct" * 2
+
+
+def test_metrics_beside_the_score_have_a_table_of_their_own():
+    lines = [
+        line("text", 0.9, metrics={"score": 0.9, "kl": kl, "ppl_ratio": 1.25}) for kl in (0.011, 0.012, 0.013, 0.04)
+    ]
+    text = shown(100, lines)
+    assert "kl" in text
+    assert "0.019 (" in text
+    assert "1.25 (1.25 to 1.25)" in text
+    many = {f"metric{i}": 1.0 for i in range(9)}
+    assert "metric0" not in shown(100, [line("text", 0.9, metrics=many) for _ in range(4)])
