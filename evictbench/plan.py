@@ -243,7 +243,7 @@ def _identity(
             "thoughts": thoughts.on,
             **asdict(chosen.sampling),
             "max_new_tokens": settings.max_new_tokens,
-            "card": chosen.preset.max_new_tokens,
+            "card_limit": chosen.preset.max_new_tokens,
             "prefill": settings.prefill,
             # The chunk changes what a bounded prefill evicts, and nothing else.
             "chunk": settings.chunk if mode == "bounded" and checked.budget is not None else None,

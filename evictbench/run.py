@@ -180,12 +180,14 @@ def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any
     """The record of one sample. Times in seconds, sizes in bytes."""
     prompt = planned.prompt
     said, scored = _graded(plan, planned, completion)
+    by_position = getattr(completion, "by_position", None)
     return {
         "task": prompt.task,
         "doc_id": prompt.doc_id,
         "repeat": planned.repeat,
         "score": scored.score,
         "metrics": scored.metrics,
+        **({} if by_position is None else {"by_position": by_position}),
         "answer": scored.answer,
         "thinking": said.thought,
         "text": completion.text,

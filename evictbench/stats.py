@@ -71,22 +71,26 @@ def majority(answers: Sequence[str | None], scores: Sequence[float]) -> float:
 
 
 def mean_of_tasks(tasks: Mapping[str, Sequence[float]]) -> tuple[float, Interval | None]:
-    """The unweighted mean of the tasks' mean scores, and its 95% interval.
+    """The unweighted mean of the tasks' mean scores, and its 95% interval, which stays inside [0, 1] and is not zero
+    wide where every answer was right. None if any task has fewer than two samples."""
+    mean, interval = mean_of_means([(fmean(scores), mean_interval(scores)) for scores in tasks.values()])
+    return mean, None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
 
-    The interval combines the tasks' own by the method of variance estimates recovery (Zou and Donner,
-    Statistics in Medicine 27, 2008): each side's distances add in squares, so it stays inside [0, 1] and is
-    not zero wide where every answer was right. None if any task has fewer than two samples.
+
+def mean_of_means(found: Sequence[tuple[float, Interval | None]]) -> tuple[float, Interval | None]:
+    """The unweighted mean of independent means that have intervals, and its own; None if one has none.
+
+    The intervals combine by the method of variance estimates recovery (Zou and Donner, Statistics in Medicine 27,
+    2008): each side's distances add in squares.
     """
-    means = {name: fmean(scores) for name, scores in tasks.items()}
-    mean = fmean(means.values())
+    mean = fmean(each for each, _ in found)
     below = above = 0.0
-    for name, scores in tasks.items():
-        interval = mean_interval(scores)
+    for each, interval in found:
         if interval is None:
             return mean, None
-        below += ((means[name] - interval[0]) / len(tasks)) ** 2
-        above += ((interval[1] - means[name]) / len(tasks)) ** 2
-    return mean, (max(0.0, mean - math.sqrt(below)), min(1.0, mean + math.sqrt(above)))
+        below += ((each - interval[0]) / len(found)) ** 2
+        above += ((interval[1] - each) / len(found)) ** 2
+    return mean, (mean - math.sqrt(below), mean + math.sqrt(above))
 
 
 def _wilson(successes: int, count: int) -> Interval:

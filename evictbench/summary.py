@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from evictbench.stats import Interval, best_of, majority, mean_interval, mean_of_tasks, spread_interval
+from evictbench.stats import Interval, best_of, majority, mean_interval, mean_of_means, mean_of_tasks, spread_interval
 
 Line = Mapping[str, Any]
 
@@ -111,7 +111,12 @@ class _Documents:
             name for name in self.lines[0].get("metrics", ()) if all(name in line["metrics"] for line in self.lines)
         ]
         means = {name: [fmean(line["metrics"][name] for line in lines) for lines in self.documents] for name in names}
-        return {name: {"mean": fmean(values), "interval": spread_interval(values)} for name, values in means.items()}
+        return {name: {"mean": fmean(values), "interval": _free_interval(values)} for name, values in means.items()}
+
+
+def _free_interval(values: Sequence[float]) -> Interval | None:
+    """Of a metric that may be of any size, or right or wrong as scores are."""
+    return mean_interval(values) if all(value in (0, 1) for value in values) else spread_interval(values)
 
 
 def _scores(lines: Sequence[Line]) -> list[float]:
@@ -172,11 +177,14 @@ def _mean(
 
 
 def _shared_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The mean of each metric that every task has; its interval where there is one task."""
-    if len(rows) == 1:
-        return dict(rows[0]["metrics"])
-    names = [name for name in rows[0]["metrics"] if all(name in row["metrics"] for row in rows)]
-    return {name: {"mean": fmean(row["metrics"][name]["mean"] for row in rows), "interval": None} for name in names}
+    """The mean of each metric that every task has, and its interval."""
+    shared = {}
+    for name in rows[0]["metrics"]:
+        if all(name in row["metrics"] for row in rows):
+            found = [row["metrics"][name] for row in rows]
+            mean, interval = mean_of_means([(one["mean"], one["interval"]) for one in found])
+            shared[name] = {"mean": mean, "interval": interval}
+    return shared
 
 
 def _over_tasks(scores: Sequence[Sequence[float]]) -> tuple[float | None, Interval | None]:

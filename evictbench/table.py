@@ -74,8 +74,8 @@ COSTS: tuple[Column, ...] = (
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
 
-MOST_METRICS = 4
-"""More metrics than this beside the score stay in the summary file."""
+MOST_METRICS = 3
+"""Metrics beside the score that are shown, the first of each task's; the summary file has all."""
 
 
 def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
@@ -87,8 +87,8 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
         tables = [whole]
     else:
         tables = [_table(summary, scores), _table(summary, COSTS)]
-    names = [name for name in summary["mean"]["metrics"] if name != "score"]
-    if names and len(names) <= MOST_METRICS:
+    names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
+    if names:
         tables.append(_table(summary, [_metric_column(name) for name in names]))
     return tables
 

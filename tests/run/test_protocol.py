@@ -74,7 +74,7 @@ def test_the_protocol_decides_what_no_option_does(settings, asked):
         "top_k": 20,
         "min_p": 0.0,
         "max_new_tokens": "auto",
-        "card": None,
+        "card_limit": None,
         "prefill": "native",
         "chunk": 512,
         "differs": [],

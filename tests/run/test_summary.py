@@ -121,6 +121,8 @@ def test_metrics_beside_the_score_have_means_and_intervals():
     metric = summarise(lines, {"a": 2})["tasks"]["a"]["metrics"]["kl"]
     assert metric == {"mean": 4.0, "interval": spread_interval([3.0, 5.0])}
     assert metric["interval"][1] > 5
+    lines = [line("a", 1.0, metrics={"strict": 0.0}) for _ in range(9)]
+    assert summarise(lines, {"a": 9})["tasks"]["a"]["metrics"]["strict"]["interval"] == mean_interval([0.0] * 9)
 
 
 def shown(width, lines=None):
@@ -177,4 +179,6 @@ def test_metrics_beside_the_score_have_a_table_of_their_own():
     assert "0.019 (" in text
     assert "1.25 (1.25 to 1.25)" in text
     many = {f"metric{i}": 1.0 for i in range(9)}
-    assert "metric0" not in shown(100, [line("text", 0.9, metrics=many) for _ in range(4)])
+    text = shown(100, [line("text", 0.9, metrics=many) for _ in range(4)])
+    assert "metric2" in text
+    assert "metric3" not in text
