@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-RUN_ARGS ?= --policy h2o --budget 256 --suite ruler --tasks niah_single_1,vt,fwe --context 1024 --limit 8
+RUN_ARGS ?= --policy h2o --budget 512 --suite ruler --tasks niah_single_1,niah_single_2,fwe --context 1024 --limit 8
 PYTEST_ARGS ?=
 
 # Installed first and by its exact version: a range may resolve to another build, gigabytes larger.
