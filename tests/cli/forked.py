@@ -44,6 +44,8 @@ def start(words, folder, before=lambda: None):
     """Fork and run `evictbench` with these words in `folder`; `before` is called in the new process."""
     number = time.monotonic_ns()
     files = (folder / f".out-{number}", folder / f".err-{number}")
+    for file in files:  # here, so that they are there however soon the process is killed
+        file.touch()
     pid = os.fork()
     if pid:
         return Forked(pid, files)
