@@ -24,7 +24,7 @@ from evictbench.budget import Budget
 from evictbench.choices import Choice, ChoiceScorer
 from evictbench.errors import UserError
 from evictbench.generation import Generator, Request
-from evictbench.lm_settings import generation_settings
+from evictbench.lm_settings import encode_text, generation_settings
 from evictbench.policy import ModelShape
 
 if TYPE_CHECKING:
@@ -137,10 +137,9 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         return self.source.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; what the tokenizer puts in front of text is left out where the text begins with it already."""
-        bos = self.tokenizer.bos_token
+        """Token ids; see `encode_text`."""
         if add_special_tokens is None:
-            add_special_tokens = not (bos and string.startswith(str(bos)))
+            return encode_text(self.tokenizer, string)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

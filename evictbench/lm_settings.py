@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.suite import GREEDY, Sampling
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MAX_GEN_TOKS = 256
 """lm-eval's own limit for tasks that name none."""
+
+SCORED = ("multiple_choice", "loglikelihood")
+"""Kinds of tasks that score given continuations."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -40,3 +46,19 @@ def generation_settings(given: Mapping[str, Any], name: str) -> tuple[Sampling, 
         top_p, min_p = float(sampling.get("top_p", 1.0)), float(sampling.get("min_p", 0.0))
         chosen = Sampling(temperature, top_p, int(sampling.get("top_k", 0)), min_p)
     return chosen, limit, tuple(stop for stop in until if stop)
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Ids of a context and of a continuation as it stands behind it; blanks at the context's end go to the
+    continuation, as in lm-eval."""
+    blanks = len(context) - len(context.rstrip())
+    if blanks:
+        context, continuation = context[:-blanks], context[-blanks:] + continuation
+    before = encode_text(tokenizer, context)
+    return before, encode_text(tokenizer, context + continuation)[len(before) :]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids; what the tokenizer puts in front of text is left out where the text begins with it already."""
+    bos = tokenizer.bos_token
+    return list(tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(str(bos)))))

@@ -12,7 +12,7 @@ QUESTIONS = [
     ("The colour of the sky is", " blue", " green and heavy", 0),
     ("Two and two make", " five or more", " four", 1),
     ("A cat says miaow, and a dog says", " woof", " nothing at all", 0),
-    ("The letters a, b, c are followed by", " z", " d", 1),
+    ("The letters a, b, c are followed by", " z and then y", " d", 1),
 ]
 
 
