@@ -48,9 +48,8 @@ def main() -> None:
         print(f"{worse} - {better}: {mean:.4f} ({low:.4f} to {high:.4f}), {'clear' if clear else 'not clear'} of zero")
         if swaps and clear:
             swapped.append(f"{better} and {worse}")
-    print(
-        f"Stable: {'no, ' + ', '.join(swapped) + ' change places' if swapped else 'no clear difference is turned round'}"
-    )
+    verdict = f"no: {', '.join(swapped)} change places" if swapped else "no clear difference is turned round by a seed"
+    print(f"Stable: {verdict}")
 
 
 def _options() -> argparse.Namespace:

@@ -101,7 +101,11 @@ def _load(manager: TaskManager, name: str) -> ConfigurableTask:
         raise
     except Exception as error:  # the data set's libraries raise many kinds, none of them promised
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise UserError(f"The lm-eval task {name} cannot be loaded: {reason}.") from error
+        config = manager.task_index[name].cfg or {}
+        raise UserError(
+            f"The lm-eval task {name} cannot be loaded ({reason}); lm-eval takes its data from "
+            f"{config.get('dataset_path') or 'code of its own'}."
+        ) from error
 
 
 @contextmanager
