@@ -15,27 +15,6 @@ WORDS = (
     *("the", "river", "ran", "past", "seven", "quiet", "houses", "and", "under", "one", "old"),
     *("bridge", "before", "it", "came", "to", "the", "wide", "grey", "harbour"),
 )
-    "the",
-    "river",
-    "ran",
-    "past",
-    "seven",
-    "quiet",
-    "houses",
-    "and",
-    "under",
-    "one",
-    "old",
-    "bridge",
-    "before",
-    "it",
-    "came",
-    "to",
-    "the",
-    "wide",
-    "grey",
-    "harbour",
-]
 
 
 class Quiet:
