@@ -11,11 +11,9 @@ beside those of the evicted pass, so that logits never take more than two vector
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from evictbench.batching import work_through
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
+from evictbench.feeding import Costs, Feeder
 from evictbench.generation import Completion
 from evictbench.policy import Policy
-from evictbench.rows import admit, release
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +102,7 @@ class _Everything(Policy):
 class _Row:
     """A text in the decode batch: the dense pass's hidden states `[tokens, hidden]`, and what was found so far."""
 
-    text: Text
+    item: Text
     dense: Tensor
     divergence: list[TokenDivergence] = field(default_factory=list)
     prefill_peak_bytes: int = 0
@@ -112,7 +111,8 @@ class _Row:
 
     @property
     def ended(self) -> bool:
-        return len(self.divergence) == len(self.text.continuation)
+        """Every token of the continuation has been compared."""
+        return len(self.divergence) == len(self.item.continuation)
 
 
 class Comparison:
@@ -133,84 +133,34 @@ class Comparison:
         chunk: int = 512,
         batch_size: int = 8,
     ) -> None:
-        if chunk < 1 or batch_size < 1:
-            raise UserError(f"A chunk and a batch have 1 or more, not {min(chunk, batch_size)}.")
+        if batch_size < 1:
+            raise UserError(f"A batch has 1 row or more, not {batch_size}.")
         if model.get_output_embeddings() is None:
             raise UserError(f"{type(model).__name__} has no output head, so its distributions cannot be compared.")
-        self.model = model
-        self.policy = policy
-        self.budget = budget
-        self.prefill = prefill
-        self.chunk = chunk
+        self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.dense = Feeder(model, _Everything(), None, chunk=chunk)
         self.batch_size = batch_size
-        # The argument was renamed in transformers 5.24.
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
-    @torch.inference_mode()
     def run(self, texts: Iterable[Text]) -> Iterator[Measured]:
         """Compare on every text; results come as they finish, in any order."""
-        coming = iter(texts)
-        again: deque[Text] = deque()
-        active: list[_Row] = []
-        cache: EvictionCache | None = None
-        text: Text | None = None
-        while True:
-            try:
-                while len(active) < self.batch_size:
-                    text = again.popleft() if again else next(coming, None)
-                    if text is None:
-                        break
-                    row, prompt = self._prefill(text)
-                    if row.ended:
-                        yield self._measured(row, None, 0)
-                        continue
-                    if cache is None:
-                        cache = self._new_cache(rows=self.batch_size)
-                    admit(cache, prompt)
-                    active.append(row)
-                    text = None
-                if not active or cache is None:
-                    return
-                self._step(active, cache)
-            except torch.OutOfMemoryError:
-                if not active:
-                    raise
-                # A step that failed half-way has left some layers ahead of others: start these rows again.
-                again.extendleft(row.text for row in reversed(active))
-                if text is not None:
-                    again.append(text)
-                self.batch_size = max(1, len(active) // 2)
-                active, cache, text = [], None, None
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
-                continue
-            for index in range(len(active) - 1, -1, -1):
-                if active[index].ended:
-                    yield self._measured(active[index], cache, index)
-                    release(cache, index)
-                    active[index] = active[-1]
-                    active.pop()
+        return work_through(self, texts)
 
-    def _new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
-        return EvictionCache(
-            self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows
-        )
+    def new_cache(self, *, rows: int) -> EvictionCache:
+        """The decode cache."""
+        return self.feeder.new_cache(rows=rows)
 
-    def _prefill(self, text: Text) -> tuple[_Row, EvictionCache]:
+    def start(self, text: Text) -> tuple[_Row, EvictionCache]:
         """The dense pass over all of a text, then its prompt under the policy, the question as one more chunk."""
         if not text.prompt or not text.continuation:
             raise UserError("A text to compare on has a prompt and a continuation of at least one token each.")
-        dense = self._dense_hidden(text)
+        row = _Row(text, self._dense_hidden(text))
         started = time.perf_counter()
         length = len(text.prompt)
-        border = text.border if text.border and text.border < length else length
-        cache = self._new_cache(prompt_length=border)
-        bounds = [*range(0, border, self.chunk), border, *([length] if border < length else [])]
-        row = _Row(text, dense)
-        for start, stop in itertools.pairwise(bounds):
+        cache = self.feeder.prompt_cache(length, text.border)
+        for start, stop in self.feeder.passes(length, text.border):
             tokens = [list(text.prompt[start:stop])]
             if stop < length:
-                self._forward(cache, tokens, [start], keep=1)
+                self.feeder.feed(cache, tokens, [start])
             else:
                 self._compare([row], cache, tokens, [start])
         row.prefill_peak_bytes = cache.bytes_peak
@@ -221,22 +171,22 @@ class Comparison:
         """`[continuation, hidden]`: what the output head reads before each token of the continuation."""
         tokens = [*text.prompt, *text.continuation[:-1]]
         first = len(text.prompt) - 1
-        cache = EvictionCache(self.model, _Everything(), prompt_length=len(tokens))
+        cache = self.dense.new_cache(prompt_length=len(tokens))
         found: list[Tensor] = []
-        for start in range(0, len(tokens), self.chunk):
+        for start, stop in self.dense.passes(len(tokens), None):
 
             def keep(hidden: Tensor, start: int = start) -> Tensor:
                 found.append(hidden[0, max(0, first - start) :].clone())
                 return hidden[:, -1:]
 
-            with _before_head(self.model, keep):
-                self._forward(cache, [tokens[start : start + self.chunk]], [start], keep=0)
+            with _before_head(self.dense.model, keep):
+                self.dense.feed(cache, [tokens[start:stop]], [start], keep=0)
         return torch.cat(found)
 
-    def _step(self, active: Sequence[_Row], cache: EvictionCache) -> None:
+    def step(self, active: list[_Row], cache: EvictionCache) -> None:
         """Feed every row the next token of its text."""
         started = time.perf_counter()
-        tokens = [[row.text.continuation[len(row.divergence) - 1]] for row in active]
+        tokens = [[row.item.continuation[len(row.divergence) - 1]] for row in active]
         self._compare(active, cache, tokens, cache.seen)
         share = (time.perf_counter() - started) / len(active)
         for row in active:
@@ -251,38 +201,24 @@ class Comparison:
         def beside(hidden: Tensor) -> Tensor:
             return torch.cat((dense.to(hidden.device)[:, None], hidden), dim=1)
 
-        with _before_head(self.model, beside):
-            logits = self._forward(cache, tokens, starts, keep=1)
-        following = [row.text.continuation[len(row.divergence)] for row in rows]
+        with _before_head(self.feeder.model, beside):
+            logits = self.feeder.feed(cache, tokens, starts)
+        following = [row.item.continuation[len(row.divergence)] for row in rows]
         for row, values in zip(rows, divergence(logits[:, 0], logits[:, 1], following), strict=True):
             row.divergence.append(values)
 
-    def _forward(self, cache: EvictionCache, tokens: list[list[int]], starts: Sequence[int], keep: int) -> Tensor:
-        """Logits `[rows, what the head was shown, vocabulary]`; keep 0 shows it every token, 1 the last."""
-        device = self.model.device
-        input_ids = torch.tensor(tokens, device=device)
-        position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=keep,
-            **{self._cache_argument: cache},
-        )
-        logits: Tensor = output.logits
-        return logits
-
-    def _measured(self, row: _Row, cache: EvictionCache | None, index: int) -> Measured:
-        occupancy = cache.occupancy[index] if cache is not None else None
+    def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> Measured:
+        """The comparison of a text that has ended."""
+        costs = Costs.of(cache, index)
         metrics = summarise(row.divergence)
         return Measured(
-            key=row.text.key,
-            tokens=row.text.continuation,
+            key=row.item.key,
+            tokens=row.item.continuation,
             text="",
             truncated=False,
-            occupancy_max=occupancy.largest if occupancy else 0,
-            occupancy_mean=occupancy.total / occupancy.steps if occupancy and occupancy.steps else 0.0,
-            cache_bytes=cache.nbytes() // self.batch_size if cache is not None else 0,
+            occupancy_max=costs.occupancy_max,
+            occupancy_mean=costs.occupancy_mean,
+            cache_bytes=costs.cache_bytes,
             prefill_peak_bytes=row.prefill_peak_bytes,
             prefill_seconds=row.prefill_seconds,
             first_token_seconds=row.prefill_seconds,

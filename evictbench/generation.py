@@ -3,8 +3,6 @@ finished row is replaced at once by the next prompt."""
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -107,21 +105,14 @@ class Generator:
         batch_size: int = 8,
         seed: int = 0,
     ) -> None:
-        if chunk < 1:
-            raise UserError(f"A chunk has 1 token or more, not {chunk}.")
+        from evictbench.feeding import Feeder
+
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
-        self.model = model
+        self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
         self.tokenizer = tokenizer
-        self.policy = policy
-        self.budget = budget
-        self.prefill = prefill
-        self.chunk = chunk
         self.batch_size = batch_size
         self.seed = seed
-        # The argument was renamed in transformers 5.24.
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._ends = _end_tokens(model, tokenizer)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -130,30 +121,18 @@ class Generator:
 
         return work_through(self, requests)
 
-    def new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
-        """A cache under this policy and budget."""
-        from evictbench.cache import EvictionCache
-
-        return EvictionCache(
-            self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows
-        )
+    def new_cache(self, *, rows: int) -> EvictionCache:
+        """The decode cache."""
+        return self.feeder.new_cache(rows=rows)
 
     def start(self, request: Request) -> tuple[_Row, EvictionCache]:
-        """Feed a prompt in chunks, the question as one more, and choose the first token."""
-        if not request.prompt:
-            raise UserError("A prompt has no tokens.")
+        """Read a prompt, and choose the first token."""
         started = time.perf_counter()
-        length = len(request.prompt)
-        border = request.border if request.border and request.border < length else length
-        cache = self.new_cache(prompt_length=border)
-        bounds = [*range(0, border, self.chunk), border, *([length] if border < length else [])]
-        logits: Any = None
-        for start, stop in itertools.pairwise(bounds):
-            logits = self._forward(cache, [list(request.prompt[start:stop])], [start])
+        cache, logits = self.feeder.read(request.prompt, request.border)
         row = _Row(request, prefill_peak_bytes=cache.bytes_peak)
         if request.thinking:
             row.thought_opened = self._decode(list(request.prompt[-8:])).rstrip().endswith(THINK)
-        (token,) = self._choose(logits, [row])
+        (token,) = self._choose(logits[None], [row])
         row.prefill_seconds = row.first_token_seconds = time.perf_counter() - started
         self._take(row, token)
         return row, cache
@@ -161,29 +140,13 @@ class Generator:
     def step(self, active: list[_Row], cache: EvictionCache) -> None:
         """Feed every row's last token, and take the next."""
         started = time.perf_counter()
-        logits = self._forward(cache, [[row.tokens[-1]] for row in active], cache.seen)
-        tokens = self._choose(logits, active)
+        logits = self.feeder.feed(cache, [[row.tokens[-1]] for row in active], cache.seen)
+        tokens = self._choose(logits[:, -1], active)
         share = (time.perf_counter() - started) / len(active)
         for row, token in zip(active, tokens, strict=True):
             row.decode_seconds += share
             row.decode_steps += 1
             self._take(row, token)
-
-    def _forward(self, cache: EvictionCache, tokens: list[list[int]], starts: list[int]) -> Any:
-        """Logits `[rows, vocabulary]` after the last token of each row."""
-        import torch
-
-        device = self.model.device
-        input_ids = torch.tensor(tokens, device=device)
-        position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=1,
-            **{self._cache_argument: cache},
-        )
-        return output.logits[:, -1]
 
     def _choose(self, logits: Any, rows: list[_Row]) -> list[int]:
         """The next token of each row."""
@@ -213,9 +176,11 @@ class Generator:
         text = self._decode(row.tokens)
         start = 0
         if row.item.thinking and (row.thought_opened or THINK in text):
-            start = text.find(THINK_END) + len(THINK_END)
-            if start < len(THINK_END):
+            closed = text.rfind(THINK_END)
+            if closed < 0:
                 return None
+            answer = text[closed + len(THINK_END) :]
+            start = len(text) - len(answer.lstrip())
         found = [at for stop in row.item.stop if (at := text.find(stop, start)) >= 0]
         return text[: min(found)] if found else None
 
@@ -226,16 +191,18 @@ class Generator:
     def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> Completion:
         """The answer of a row that has ended."""
         cut = self._cut(row) if row.item.stop else None
-        occupancy = cache.occupancy[index] if cache is not None else None
+        from evictbench.feeding import Costs
+
+        costs = Costs.of(cache, index)
         full = len(row.tokens) >= row.item.max_new_tokens
         return Completion(
             key=row.item.key,
             tokens=tuple(row.tokens),
             text=self._decode(row.tokens) if cut is None else cut,
             truncated=full and cut is None,
-            occupancy_max=occupancy.largest if occupancy else 0,
-            occupancy_mean=occupancy.total / occupancy.steps if occupancy and occupancy.steps else 0.0,
-            cache_bytes=cache.nbytes() // self.batch_size if cache is not None else 0,
+            occupancy_max=costs.occupancy_max,
+            occupancy_mean=costs.occupancy_mean,
+            cache_bytes=costs.cache_bytes,
             prefill_peak_bytes=row.prefill_peak_bytes,
             prefill_seconds=row.prefill_seconds,
             first_token_seconds=row.first_token_seconds,

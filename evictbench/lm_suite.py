@@ -11,8 +11,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -54,13 +53,6 @@ metadata:
 """`chat: false`: a prompt is in the chat template already where the run asks for that."""
 
 
-@dataclass(frozen=True)
-class LmEvalSuite(Suite):
-    """generator: makes, of a plan, what scores choices in place of generating text; None for generation tasks."""
-
-    generator: Callable[[Any], Any] | None = None
-
-
 def suite_for(name: str) -> Suite:
     """A suite of one task, group or tag by its lm-eval name, or of the task in a YAML file.
 
@@ -87,7 +79,7 @@ def suite_for(name: str) -> Suite:
         text = WRAPPER.format(name=leaf, limit=1 if scores else limit, stop=json.dumps(list(stop)), version=version)
         (folder / f"{len(list(folder.iterdir()))}.yaml").write_text(text)
     title = names[0] if name.endswith(".yaml") else name
-    return LmEvalSuite(
+    return Suite(
         name=f"lm-eval-{title}",
         summary=f"lm-eval's {title}, as it stands",
         folder=folder,

@@ -197,6 +197,7 @@ def _prepare(
         tokenizer=tokenizer,
         chat=chat,
         tasks=checked.protocol.tasks,
+        named=settings.tasks is not None,
         context=checked.context,
         limit=checked.limit,
         seed=settings.seed,

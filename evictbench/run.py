@@ -108,8 +108,8 @@ def load_generator(plan: Plan) -> tuple[TextGenerator, str]:
 
 
 def _maker(plan: Plan) -> MakeGenerator:
-    """A suite that does not generate text brings its own generator: an attribute that makes one of a plan."""
-    own = getattr(plan.checked.suite, "generator", None)
+    """A suite that does not generate text brings its own generator."""
+    own = plan.checked.suite.generator
     if own is None:
         return load_generator
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from evictbench.plan import Plan
+
 Question = Literal["seen", "unseen"]
 
 
@@ -48,7 +50,8 @@ class Protocol:
 class SuiteRequest:
     """What a run asks of a suite before any model weight is loaded.
 
-    tasks: names asked for, or None for the suite's default set.
+    tasks: names to prepare, or None for the suite's default set. named: the user named them; otherwise they are a
+    protocol's set, of which a task without data is left out with a sentence.
     context: total tokens per sample, answer and chat template included; None where the suite has no such notion.
     limit: samples per task; sample i must not depend on it.
     chat: whether prompts will be wrapped in the tokenizer's chat template.
@@ -59,6 +62,7 @@ class SuiteRequest:
     tokenizer: PreTrainedTokenizerBase
     chat: bool
     tasks: tuple[str, ...] | None = None
+    named: bool = True
     context: int | None = None
     limit: int | None = None
     seed: int = 0
@@ -91,6 +95,8 @@ class Suite:
     None for tasks without a question, which are always seen.
     protocols: named presets; "default" is what runs without --protocol. Where there are none, the default is greedy,
     once, over `tasks`.
+    generator: makes of a plan what answers its requests in place of generated text, with `run(requests)` and
+    completions that carry a `score` and `metrics` of their own; None for tasks that generate.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -104,3 +110,4 @@ class Suite:
     default_limit: int | None
     prepare: Callable[[SuiteRequest], PreparedSuite]
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
+    generator: Callable[[Plan], Any] | None = None

@@ -44,7 +44,7 @@ def prepare(
         try:
             loaded = load(datasets[name], request.data_dir)
         except Unavailable as error:
-            if request.tasks or len(names) == 1:
+            if (request.tasks and request.named) or len(names) == 1:
                 raise
             skipped[name] = str(error)
             continue

@@ -43,7 +43,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
             if subject not in read:
                 read[subject] = load(DATASETS[subject], request.data_dir), shots(subject, request.data_dir)
         except Unavailable as error:
-            if request.tasks:
+            if request.tasks and request.named:
                 raise
             skipped[name] = str(error)
             continue

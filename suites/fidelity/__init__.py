@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,7 @@ def _generator(plan: Any) -> Any:
     return load(plan)
 
 
-@dataclass(frozen=True)
-class MeasuredSuite(Suite):
-    """generator: makes, of a plan, what measures its requests in place of generating text."""
-
-    generator: Callable[[Any], Any] = _generator
-
-
-SUITE = MeasuredSuite(
+SUITE = Suite(
     name="fidelity",
     summary="KL, agreement and perplexity against the full cache, teacher-forced over real text",
     folder=Path(__file__).parent,
@@ -43,5 +34,6 @@ SUITE = MeasuredSuite(
     default_context=2048,
     default_limit=20,
     prepare=_prepare,
+    generator=_generator,
     protocols={"default": Protocol(source="this project", tasks=TASKS)},
 )

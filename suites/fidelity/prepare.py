@@ -45,7 +45,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         try:
             found = SOURCES[name](request, encoder, room, limit)
         except Unavailable as error:
-            if request.tasks:
+            if request.tasks and request.named:
                 raise
             skipped[name] = str(error)
             continue

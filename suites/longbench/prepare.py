@@ -32,7 +32,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
             if task.records not in found:
                 found[task.records] = _load(task, request)
         except data.Unavailable as error:
-            if request.tasks:
+            if request.tasks and request.named:
                 raise
             skipped[name] = str(error)
             continue

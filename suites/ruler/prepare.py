@@ -43,7 +43,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         try:
             samples[name] = _samples(name, sources, context, limit, request.seed)
         except Unavailable as error:
-            if request.tasks:
+            if request.tasks and request.named:
                 raise
             skipped[name] = str(error)
     if not samples:

@@ -137,14 +137,14 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     requests = [Request(key, prompt(20 + key, key), None, 9) for key in range(7)]
     expected = by_key(generator(H2O(), "16", batch_size=1).run(requests))
     ours = generator(H2O(), "16", batch_size=6)
-    forward, most = ours._forward, 2
+    feed, most = ours.feeder.feed, 2
 
     def scarce(cache: Any, tokens: list[list[int]], starts: list[int]) -> Any:
         if len(tokens) > most:
             raise torch.OutOfMemoryError("not enough")
-        return forward(cache, tokens, starts)
+        return feed(cache, tokens, starts)
 
-    monkeypatch.setattr(ours, "_forward", scarce)
+    monkeypatch.setattr(ours.feeder, "feed", scarce)
     completions = list(ours.run(requests))
     got = by_key(completions)
     assert len(completions) == len(requests), "each once"
@@ -153,7 +153,7 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     }
     assert ours.batch_size <= most
 
-    monkeypatch.setattr(ours, "_forward", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    monkeypatch.setattr(ours.feeder, "feed", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(torch.OutOfMemoryError):
         list(ours.run(requests))
 
@@ -189,13 +189,13 @@ def test_bad_settings_are_sentences() -> None:
 
 def sleepy(ours: Generator, prefill: float, decode: float) -> None:
     """Make forward passes take a known time: one with many tokens `prefill`, one with a token a row `decode`."""
-    forward = ours._forward
+    feed = ours.feeder.feed
 
     def slow(cache: Any, tokens: list[list[int]], starts: list[int]) -> Any:
         time.sleep(prefill if len(tokens[0]) > 1 else decode)
-        return forward(cache, tokens, starts)
+        return feed(cache, tokens, starts)
 
-    ours._forward = slow  # type: ignore[method-assign]
+    ours.feeder.feed = slow  # type: ignore[method-assign]
 
 
 def test_d1_d3_prefill_first_token_and_decode_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:

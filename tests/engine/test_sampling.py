@@ -88,7 +88,7 @@ class Words:
     """A tokenizer whose words are its tokens."""
 
     eos_token_id = None
-    words = ("a ", "<think>", "</think>", "stop ", "b ")
+    words = ("a ", "<think>", "</think>", "stop ", "b ", "\n")
 
     def decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
         return "".join(self.words[int(token)] for token in tokens)
@@ -102,6 +102,7 @@ class Words:
         (False, [4, 3, 4, 4, 4, 4, 4], "b "),
         (False, [1, 3, 0, 3, 0, 3, 0], None),
         (False, [1, 2, 3, 4, 4, 4, 4], "<think></think>"),
+        (False, [1, 0, 2, 5, 4, 5, 0], "<think>a </think>\nb "),
     ],
 )
 def test_b8_no_stop_string_inside_a_thought(
@@ -110,7 +111,7 @@ def test_b8_no_stop_string_inside_a_thought(
     ours = generator(Full(), None)
     ours.tokenizer = Words()  # type: ignore[assignment]
     monkeypatch.setattr(ours, "_choose", lambda logits, rows: [script[len(row.tokens)] for row in rows])
-    request = Request(0, (0, 0, 1 if opened else 0), None, 7, ("stop",), thinking=True)
+    request = Request(0, (0, 0, 1 if opened else 0), None, 7, ("stop", "\n"), thinking=True)
     done = next(ours.run([request]))
     assert done.text == (text if text is not None else Words().decode(script))
     assert done.truncated == (text is None)

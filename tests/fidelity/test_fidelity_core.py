@@ -191,7 +191,7 @@ def test_logits_stay_small() -> None:
 def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = made_up([(30, 10)] * 5)
     expected = evaluate(tiny_model(), H2O(), Budget.parse("16"), texts, batch_size=1)
-    real, failures = Comparison._step, []
+    real, failures = Comparison.step, []
 
     def failing(self: Comparison, active: Any, cache: Any) -> None:
         if len(active) > 2:
@@ -199,7 +199,7 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError("no room")
         real(self, active, cache)
 
-    monkeypatch.setattr(Comparison, "_step", failing)
+    monkeypatch.setattr(Comparison, "step", failing)
     results = evaluate(tiny_model(), H2O(), Budget.parse("16"), texts, batch_size=4)
     assert failures
     for ours, theirs in zip(results, expected, strict=True):

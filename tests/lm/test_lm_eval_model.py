@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from evictbench.cache import EvictionCache
 from evictbench.choices import Choice, ChoiceScorer
 from evictbench.errors import UserError
+from evictbench.feeding import Feeder
 from evictbench.lm import EvictBenchLM
 from evictbench.lm_settings import generation_settings
 from evictbench.policies.tova import TOVA
@@ -116,13 +117,13 @@ def test_choices_equal_a_plain_loop(folder: Path) -> None:
 def test_a_prompt_is_prefilled_once_for_all_its_choices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = made(folder, policy="tova", budget=16)
     prefilled = []
-    real = ChoiceScorer._prefill
+    real = Feeder.read
 
-    def counted(self: ChoiceScorer, group: Any) -> Any:
-        prefilled.append(group[0].prompt)
-        return real(self, group)
+    def counted(self: Feeder, prompt: Any, border: Any = None) -> Any:
+        prefilled.append(prompt)
+        return real(self, prompt, border)
 
-    monkeypatch.setattr(ChoiceScorer, "_prefill", counted)
+    monkeypatch.setattr(Feeder, "read", counted)
     pairs = [("One context here", f" choice {i}") for i in range(4)] + [("Another", " one"), ("One context here", " e")]
     instances = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
     found = lm.loglikelihood(instances, disable_tqdm=True)
@@ -135,14 +136,14 @@ def test_out_of_memory_halves_the_rows(folder: Path, monkeypatch: pytest.MonkeyP
     pairs += [("Another context", " one two three"), ("Another context", " four")]
     instances = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
     expected = made(folder, policy="tova", budget=8, batch_size=1).loglikelihood(instances, disable_tqdm=True)
-    real = ChoiceScorer._step
+    real = ChoiceScorer.step
 
     def failing(self: ChoiceScorer, active: Any, cache: Any) -> None:
         if len(active) > 2:
             raise torch.OutOfMemoryError("no room")
         real(self, active, cache)
 
-    monkeypatch.setattr(ChoiceScorer, "_step", failing)
+    monkeypatch.setattr(ChoiceScorer, "step", failing)
     found = made(folder, policy="tova", budget=8, batch_size=4).loglikelihood(instances, disable_tqdm=True)
     assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-4)
 

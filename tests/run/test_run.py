@@ -12,7 +12,7 @@ from evictbench.generation import Completion
 from evictbench.plan import make_plan
 from evictbench.run import RunFailed, run
 from evictbench.settings import Settings
-from evictbench.suite import Protocol, Sampling, Suite
+from evictbench.suite import Protocol, Sampling
 
 
 class Watch:
@@ -377,12 +377,8 @@ def test_a_suite_may_bring_a_generator_that_grades_for_itself(settings, monkeypa
             known = vars(super().answer(request)) | {"text": "<think> no task reads this"}
             return Measured(**known, score=0.5 + request.key[1] / 8, metrics={"kl": 2.0 + request.key[1]})
 
-    @dataclasses.dataclass(frozen=True)
-    class MeasuredSuite(Suite):
-        generator: object = staticmethod(lambda plan: Measurer(plan.tokenizer))
-
     toy = registry.load_suite("toy")
-    suite = MeasuredSuite(**vars(toy))
+    suite = dataclasses.replace(toy, generator=lambda plan: Measurer(plan.tokenizer))
     monkeypatch.setattr(registry, "load_suite", lambda name: suite)
     monkeypatch.setattr(tasks, "score", None)
     outcome = run(settings, Watch())
