@@ -74,15 +74,15 @@ def attend(
 
 def _view(layer: SlotLayer, step: Pass) -> Step:
     """What a policy may see of this layer."""
-    rows, used, cache = step.rows, step.used, layer.cache
-    keys = layer.buffers["keys"][:rows, :, :used]
+    cache = layer.cache
+    keys = step.front(layer.buffers["keys"])
     return Step(
         layer=layer.index,
         shape=cache.shape,
-        positions=cache.placement(layer.index).positions[:rows, :, :used].to(keys.device),
+        positions=step.front(cache.placement(layer.index).positions).to(keys.device),
         keys=keys,
-        values=layer.buffers["values"][:rows, :, :used],
-        state={name: layer.buffers[name][:rows, :, :used] for name in cache.slot_tensors},
+        values=step.front(layer.buffers["values"]),
+        state={name: step.front(layer.buffers[name]) for name in cache.slot_tensors},
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
         steady=step.steady,

@@ -63,6 +63,7 @@ class EvictionCache(Cache):
         self.budget = Budget.parse(str(budget)) if policy.needs_budget else None
         self.shape = ModelShape.of(model.config)
         self.slot_tensors = policy.slot_state(self.shape)
+        self.has_recent = bool(policy.recent(GROWTH_BLOCK))
         self.charged = policy.charged_state(self.shape)
         self.minimum = policy.minimum_budget(self.shape)
         self.dense = self.budget is None or (policy.prefill if prefill == "native" else prefill) == "dense"
@@ -284,12 +285,16 @@ class EvictionCache(Cache):
 
     def _protected(self, step: Pass, positions: Tensor) -> Tensor | None:
         """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
-        policy, device = self.policy, positions.device
-        recent = policy.recent(step.budgets(device)[:, -1, None, None])
-        front = None if policy.sinks == 0 and step.level else positions < policy.sinks
-        if isinstance(recent, int) and recent == 0:
+        device = positions.device
+        front = None if self.policy.sinks == 0 and step.level else positions < self.policy.sinks
+        if not self.has_recent:
             return front
-        window = positions > step.once("window", device, lambda: (step.following(device) - recent).to(torch.int32))
+
+        def begins() -> Tensor:
+            recent = self.policy.recent(step.budgets(device)[:, -1, None, None])
+            return (step.following(device) - recent).to(torch.int32)
+
+        window = positions > step.once("window", device, begins)
         return window if front is None else front | window
 
     def _refuse_below_minimum(self, budget: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,37 +101,37 @@ class Pass:
             holes=any(cache.holes),
         )
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Sequences in this pass."""
         return len(self.counts)
 
-    @property
+    @cached_property
     def used(self) -> int:
         """Slots in use once the new entries are written."""
         return max(self.after)
 
-    @property
+    @cached_property
     def steady(self) -> bool:
         """No row's budget changes within the pass."""
         return all(entries[0] == entries[-1] for entries in self.entries)
 
-    @property
+    @cached_property
     def single(self) -> bool:
         """One new token a row: decode, where a freed slot is written in place."""
         return self.queries == 1
 
-    @property
+    @cached_property
     def level(self) -> bool:
         """Every row holds equally much and has no padding, so that slots 0..used-1 are filled everywhere."""
         return self.real is None and min(self.before) == max(self.before)
 
-    @property
+    @cached_property
     def cuts(self) -> bool:
         """Something is evicted after it."""
         return any(target is not None for target in self.targets)
 
-    @property
+    @cached_property
     def one_out(self) -> bool:
         """Each row that is cut loses exactly one entry, whose slot the next token takes."""
         return self.single and all(
@@ -195,6 +196,12 @@ class Pass:
 
         return self.once("slots", device, make)
 
+    def front(self, buffer: Tensor) -> Tensor:
+        """The rows and slots of a buffer that are in use; the buffer itself where that is all of it."""
+        if buffer.shape[0] == self.rows and buffer.shape[2] == self.used:
+            return buffer
+        return buffer[: self.rows, :, : self.used]
+
     def put(self, buffer: Tensor, value: Tensor | float, free: Tensor) -> None:
         """Write a pass's new entries `[rows, kv_heads, queries, ...]`, or one number for all, into a buffer.
 
@@ -205,19 +212,17 @@ class Pass:
             start = self.before[0]
             buffer[:rows, :, start : start + self.queries] = value
         elif self.single:
-            index = self.free_index(buffer, free)
+            index = free[: self.rows, :, None]
+            if buffer.dim() == 4:
+                index = index[..., None].expand(-1, buffer.shape[1], 1, buffer.shape[3])
+            elif index.shape[1] != buffer.shape[1]:
+                index = index.expand(-1, buffer.shape[1], 1)
+            target = buffer if buffer.shape[0] == rows else buffer[:rows]
             if isinstance(value, Tensor):
-                buffer[:rows].scatter_(2, index, value.expand(index.shape))
+                target.scatter_(2, index, value.expand(index.shape))
             else:
-                buffer[:rows].scatter_(2, index, value=value)
+                target.scatter_(2, index, value=value)
         else:
             row = torch.arange(rows, device=buffer.device)[:, None]
             where = self.slots(buffer.device)
             buffer[row, :, where] = value.transpose(1, 2) if isinstance(value, Tensor) else value
-
-    def free_index(self, buffer: Tensor, free: Tensor) -> Tensor:
-        """The free slots, shaped to scatter one token a row into a buffer."""
-        index = free[: self.rows, :, None]
-        if buffer.dim() == 4:
-            return index[..., None].expand(-1, buffer.shape[1], 1, buffer.shape[3])
-        return index.expand(-1, buffer.shape[1], 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy import GroupReduction, ModelShape, Policy, SlotTensor, Step, reduce_group
+from evictbench.policy import GROUP_DIM, GroupReduction, ModelShape, Policy, SlotTensor, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,8 @@ class H2O(Policy):
         if self.config.group == "max":
             step.state["mass"].add_(mass.transpose(2, 3))
         else:
-            step.state["mass"].add_(reduce_group(mass, self.config.group))
+            share = 1 / step.shape.group if self.config.group == "mean" else 1
+            step.state["mass"].add_(mass.sum(GROUP_DIM), alpha=share)
 
     def score(self, step: Step) -> Tensor:
         """The accumulated attention, `[rows, kv_heads, slots]`."""
