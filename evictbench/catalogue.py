@@ -18,6 +18,9 @@ PIPE_WIDTH = 160
 
 Row = dict[str, Any]
 
+LISTED = 14
+"""Items of a list that a table shows whole; of a longer one it shows the first half of that."""
+
 
 def policies() -> list[Row]:
     """Every policy: its name, what it is, its paper, its settings with their defaults, and what it declares."""
@@ -60,6 +63,7 @@ def suites() -> list[Row]:
                 "question": suite.question,
                 "context": suite.default_context,
                 "limit": suite.default_limit,
+                "protocols": list(suite.protocols) or ["default"],
                 "tasks": list(suite.tasks),
             }
         )
@@ -138,5 +142,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return escape(", ".join(f"{name}={inner}" for name, inner in value.items()))
     if isinstance(value, list):
-        return escape(", ".join(map(str, value)))
+        shown = value if len(value) <= LISTED else [*value[: LISTED // 2], f"… {len(value)} in all (--json)"]
+        return escape(", ".join(map(str, shown)))
     return escape(str(value))
