@@ -166,7 +166,7 @@ class EvictionCache(Cache):
             step.put(placement.positions, step.query_positions(keys.device)[:, None], placement.free)
         if self.shift is not None and step.single and (turned := self.shift.turned(layer.index)) is not None:
             layer.buffers["keys"][: step.rows, :, : self.policy.sinks] = turned
-        layer.write(keys, values, step, placement)
+        layer.write(keys, values, step, placement.free.to(keys.device))
 
     def finish(self, layer: SlotLayer, step: Pass, view: Step) -> None:
         """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""
@@ -237,7 +237,9 @@ class EvictionCache(Cache):
             return
         for layer in self.layers:
             placement = self.placement(layer.index)
-            layer.close_holes(placement.free[: len(self.held)], torch.tensor(self.held, device=placement.device))
+            device = layer.buffers["keys"].device
+            free, held = placement.free[: len(self.held)].to(device), torch.tensor(self.held, device=device)
+            layer.close_holes(free, held)
         for placement in self.placements:
             placement.close_holes(torch.tensor(self.held, device=placement.device))
         self.holes = [False] * len(self.holes)
@@ -253,7 +255,9 @@ class EvictionCache(Cache):
             return
         positions, device = view.positions, view.positions.device
         deadlines = step.deadlines.get(placement)
-        if deadlines is None:
+        if deadlines is not None:
+            deadlines = deadlines.to(device)
+        else:
             score, protected = self.policy.score(view), self._protected(step, positions)
             if step.one_out:
                 evicted = worst(score, positions, protected)

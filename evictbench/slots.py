@@ -11,7 +11,6 @@ from transformers.cache_utils import CacheLayerMixin
 if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.passes import Pass
-    from evictbench.placement import Placement
 
 
 class SlotLayer(CacheLayerMixin):
@@ -64,14 +63,17 @@ class SlotLayer(CacheLayerMixin):
                 new[:keep_rows, :, :keep] = old[:keep_rows, :, :keep]
             self._replace(name, new)
 
-    def write(self, keys: Tensor, values: Tensor, step: Pass, placement: Placement) -> None:
-        """Put a pass's new entries into their slots; slot tensors take their first values."""
-        step.put(self.buffers["keys"], keys, placement.free)
-        step.put(self.buffers["values"], values, placement.free)
+    def write(self, keys: Tensor, values: Tensor, step: Pass, free: Tensor) -> None:
+        """Put a pass's new entries into their slots; slot tensors take their first values.
+
+        free: the slot that a single new token takes, `[rows, sets]`.
+        """
+        step.put(self.buffers["keys"], keys, free)
+        step.put(self.buffers["values"], values, free)
         if self.cache.slot_tensors:
             entered = self.cache.policy.enter(self.index, step.query_positions(keys.device), self.cache.shape)
             for name, tensor in self.cache.slot_tensors.items():
-                step.put(self.buffers[name], entered.get(name, tensor.fill), placement.free)
+                step.put(self.buffers[name], entered.get(name, tensor.fill), free)
 
     def remember_queries(self, queries: Tensor, window: int) -> None:
         """Keep the last `window` queries of each row, newest last; queries `[rows, heads, queries, head_dim]`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.policy import ModelShape, Policy, SlotTensor, Step
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -23,6 +25,21 @@ def priority(seed: int, layer: int, head: int, position: int) -> float:
         x = ((x ^ (x >> shift)) * factor) & _MASK
     x ^= x >> 31
     return (x >> 40) / 2**24
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed number, which is what torch has."""
+    value &= _MASK
+    return value - 2**64 if value >= 2**63 else value
+
+
+@lru_cache(maxsize=1024)
+def _head_terms(seed: int, layer: int, kv_heads: int, device: torch.device) -> Tensor:
+    """What seed, layer and head add to the hash, `[kv_heads, 1]`."""
+    import torch
+
+    terms = [_signed(((seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0]) for head in range(kv_heads)]
+    return torch.tensor(terms, device=device)[:, None]
 
 
 @dataclass(frozen=True)
@@ -69,22 +86,10 @@ class Random(Policy):
 
     def enter(self, layer: int, positions: Tensor, shape: ModelShape) -> Mapping[str, Tensor]:
         """`priority` of each new entry, vectorised; the arithmetic wraps at 64 bits as the scalar form does."""
-        import torch
-
-        def signed(value: int) -> int:
-            value &= _MASK
-            return value - 2**64 if value >= 2**63 else value
-
-        heads = torch.tensor(
-            [
-                signed(((self.config.seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0])
-                for head in range(shape.kv_heads)
-            ],
-            device=positions.device,
-        )
-        x = heads[:, None] + (positions.long()[:, None] + 1) * signed(_MIX[1])
+        x = _head_terms(self.config.seed, layer, shape.kv_heads, positions.device)
+        x = x + (positions.long()[:, None] + 1) * _signed(_MIX[1])
         for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
-            x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * signed(factor)
+            x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
         x = x ^ ((x >> 31) & (2**33 - 1))
         return {"priority": ((x >> 40) & (2**24 - 1)).float() / 2**24}
 
