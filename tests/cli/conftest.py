@@ -1,28 +1,5 @@
-"""Lets these tests, and no others, find the fake suite, policy, model and generator."""
+"""Lets these tests find the fake suite, policy, model and generator."""
 
-import os
-import sys
-from pathlib import Path
+from fakes import environment, installed
 
-import pytest
-
-SITE = Path(__file__).parents[1] / "run" / "fake_site"
-sys.path.insert(0, str(SITE))
-
-
-@pytest.fixture(autouse=True)
-def installed(monkeypatch):
-    """Their entry points are there, and gone again afterwards."""
-    from evictbench import registry
-
-    monkeypatch.syspath_prepend(str(SITE / "installed"))
-    registry._entries.cache_clear()
-    yield
-    registry._entries.cache_clear()
-
-
-@pytest.fixture
-def environment():
-    """The environment of a subprocess that finds them."""
-    path = os.pathsep.join([str(SITE), str(SITE / "installed"), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+__all__ = ["environment", "installed"]

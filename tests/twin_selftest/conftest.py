@@ -1,6 +1,0 @@
-"""Makes the brute-force twins importable as `twin`."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
