@@ -9,13 +9,17 @@ from typing import Any
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from twin.kvpop import KVpop
 from twin.rules import H2O, TOVA, Full, Random, Rule, SnapKV, StreamingLLM
 from twin.simulate import Prefill, Trace, simulate
 from twin.tiny import VOCAB, Kind, tiny_model
 
 Priority = Callable[[int, int, int, int], float]
 
-RULES = ("full", "random", "streaming_llm", "tova", "h2o", "snapkv")
+RULES = ("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "kvpop", "kvpop_mlp")
+
+NOT_SETTINGS = {"priority", "memory", "weights_seed"}
+"""Fields of a rule that are no settings of the policy: they come to it another way."""
 
 
 def sample_priority(seed: int, layer: int, kv_head: int, position: int) -> float:
@@ -48,11 +52,11 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The rule's settings by name, but for the priority function."""
+        """The rule's settings by name."""
         return {
             f.name: getattr(self.rule, f.name)
             for f in fields(self.rule)  # type: ignore[arg-type]
-            if f.name != "priority"
+            if f.name not in NOT_SETTINGS
         }
 
     def model(self) -> PreTrainedModel:
@@ -112,6 +116,14 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
             pool=st.sampled_from(["max", "avg"]),
             group=group,
             decode=st.sampled_from(["reselect", "append"]),
+        )
+    if name in ("kvpop", "kvpop_mlp"):
+        return st.builds(
+            KVpop,
+            memory=st.just(name == "kvpop"),
+            weights_seed=st.integers(0, 5),
+            sinks=st.sampled_from([4, 0, 1]),
+            window=st.sampled_from([3, 1, 2, 8, 32]),
         )
     raise ValueError(f"no rule {name!r}")
 
