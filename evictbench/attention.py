@@ -6,14 +6,15 @@ model passes as keys are the new ones, and they carry the cache layer; without o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from evictbench.kernels import attend_and_observe, attend_one, probabilities
-from evictbench.policy import Step
+from evictbench.policy import Entering, Step
 from evictbench.reindex import rotate
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from evictbench.slots import SlotLayer
 
 NAME = "evictbench"
+
+DenseAttention = Callable[[int, torch.nn.Module, Tensor, Tensor, Tensor, float], Tensor | None]
+"""A pass's own attention where there is no cache, given to the model as `dense_attention=`: (layer, module, query,
+key, value, scaling) to the output `[rows, heads, queries, head_dim]`; None for the plain causal one."""
 
 
 def use(model: PreTrainedModel) -> None:
@@ -56,23 +61,28 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer. query `[rows, heads, queries, head_dim]`, key and value `[rows, kv_heads, queries,
-    head_dim]`, the new ones only; returns `[rows, queries, heads, head_dim]`."""
+    head_dim]`, the new ones only; returns `[rows, queries, heads, head_dim]`. Without a cache, `dense_attention` in
+    the model's keyword arguments stands in for plain causal attention."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: SlotLayer | None = getattr(key, "slots", None)
     if layer is None:
+        own: DenseAttention | None = kwargs.get("dense_attention")
+        output = None if own is None else own(cast(int, module.layer_idx), module, query, key, value, scaling)
+        if output is not None:
+            return output.transpose(1, 2), None
         return _without_cache(query, key, value, attention_mask, scaling), None
     layer.awaits_attention = False
     cache = layer.cache
     step = cache.begin(key, attention_mask) if layer.index == 0 else cache.current
     assert step is not None
-    cache.write(layer, key, value, step)
-    view = _view(layer, step)
+    view = _view(layer, step, cache.write(layer, key, value, step))
+    cache.policy.prepare(view)
     output = _attend(layer, step, view, query, scaling)
     cache.finish(layer, step, view)
     return output.transpose(1, 2), None
 
 
-def _view(layer: SlotLayer, step: Pass) -> Step:
+def _view(layer: SlotLayer, step: Pass, entered: Entering) -> Step:
     """What a policy may see of this layer."""
     cache = layer.cache
     keys = step.front(layer.buffers["keys"])
@@ -83,6 +93,8 @@ def _view(layer: SlotLayer, step: Pass) -> Step:
         keys=keys,
         values=step.front(layer.buffers["values"]),
         state={name: step.front(layer.buffers[name]) for name in cache.slot_tensors},
+        memory={name: memory[: step.rows] for name, memory in layer.memory.items()},
+        entered=entered,
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
         steady=step.steady,

@@ -21,7 +21,7 @@ from evictbench.budget import Budget
 from evictbench.errors import UserError
 from evictbench.passes import Occupancy, Pass
 from evictbench.placement import Placement, best, in_slot_order, worst
-from evictbench.policy import ModelShape, Policy, Step
+from evictbench.policy import Entering, ModelShape, Policy, Step
 from evictbench.reindex import SinkShift, inverse_frequencies
 from evictbench.slots import SlotLayer
 
@@ -63,13 +63,18 @@ class EvictionCache(Cache):
         self.budget = Budget.parse(str(budget)) if policy.needs_budget else None
         self.shape = ModelShape.of(model.config)
         self.slot_tensors = policy.slot_state(self.shape)
+        self.memory_tensors = policy.memory(self.shape)
         self.has_recent = bool(policy.recent(GROWTH_BLOCK))
         self.charged = policy.charged_state(self.shape)
         self.minimum = policy.minimum_budget(self.shape)
         self.dense = self.budget is None or (policy.prefill if prefill == "native" else prefill) == "dense"
         self.prompt_length = prompt_length
         self.row_capacity = rows
-        self.shift = SinkShift(inverse_frequencies(model), policy.sinks) if policy.reindexed_sinks else None
+        turns = policy.rotary or policy.reindexed_sinks
+        self.inv_freq = inverse_frequencies(model, policy.name) if turns else None
+        self.shift = (
+            SinkShift(self.inv_freq, policy.sinks) if self.inv_freq is not None and policy.reindexed_sinks else None
+        )
         if self.budget is not None and self.budget.tokens is not None:
             self._refuse_below_minimum(self.budget.tokens)
         super().__init__(layers=[SlotLayer(self, index) for index in range(self.shape.layers)])
@@ -155,7 +160,7 @@ class EvictionCache(Cache):
         self.current = step
         return step
 
-    def write(self, layer: SlotLayer, keys: Tensor, values: Tensor, step: Pass) -> None:
+    def write(self, layer: SlotLayer, keys: Tensor, values: Tensor, step: Pass) -> Entering:
         """Put a layer's new entries into their slots, behind sinks that are turned for this step."""
         placement = self.placement(layer.index)
         if not layer.buffers:
@@ -166,7 +171,24 @@ class EvictionCache(Cache):
             step.put(placement.positions, step.query_positions(keys.device)[:, None], placement.free)
         if self.shift is not None and step.single and (turned := self.shift.turned(layer.index)) is not None:
             layer.buffers["keys"][: step.rows, :, : self.policy.sinks] = turned
-        layer.write(keys, values, step, placement.free.to(keys.device))
+        entering = Entering(
+            layer=layer.index,
+            shape=self.shape,
+            positions=step.query_positions(keys.device),
+            keys=keys,
+            values=values,
+            inv_freq=self.frequencies(keys.device),
+        )
+        layer.write(entering, step, placement.free.to(keys.device))
+        return entering
+
+    def frequencies(self, device: torch.device) -> Tensor | None:
+        """The rotary inverse frequencies on a device, where the policy asks for them."""
+        if self.inv_freq is None or not self.policy.rotary:
+            return None
+        if self.inv_freq.device != device:
+            self.inv_freq = self.inv_freq.to(device)
+        return self.inv_freq
 
     def finish(self, layer: SlotLayer, step: Pass, view: Step) -> None:
         """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""

@@ -61,6 +61,33 @@ class SlotTensor:
     fill: float = 0.0
 
 
+@dataclass(frozen=True)
+class MemoryTensor:
+    """State of a whole sequence in one layer, which does not travel with entries: `[rows, kv_heads, *size]`."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Entering:
+    """The new entries of one layer in one forward pass, before they are written.
+
+    positions: `[rows, new]` int32, -1 for padding. keys, values: `[rows, kv_heads, new, head_dim]`, as cached.
+    inv_freq: the model's rotary inverse frequencies, where the policy is `rotary`. known: `[rows, kv_heads, new]`,
+    the label of each entry where the policy `foresees`; NaN where a sequence's labels end.
+    """
+
+    layer: int
+    shape: ModelShape
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    inv_freq: Tensor | None = None
+    known: Tensor | None = None
+
+
 @dataclass
 class Signals:
     """What the policy declared, for the forward pass that has just attended. Float32.
@@ -83,6 +110,7 @@ class Step:
     positions: `[rows, sets, slots]` int32, the position of each entry in its sequence, -1 where a slot is empty;
     `sets` is kv_heads, or 1 where the kept set is shared.
     state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
+    memory: the policy's sequence tensors, views `[rows, kv_heads, ...]`, likewise. entered: this pass's entries.
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
     them (state that the policy charges already taken off); steady: they are all the same for a row.
@@ -94,6 +122,8 @@ class Step:
     keys: Tensor
     values: Tensor
     state: Mapping[str, Tensor]
+    memory: Mapping[str, Tensor]
+    entered: Entering
     query_positions: Tensor
     budgets: Tensor
     steady: bool
@@ -126,6 +156,9 @@ class Policy:
     by deadlines, and any chunk size gives the token-at-a-time result.
     reindexed_sinks: the sinks are seen at their in-cache distance (StreamingLLM's position shift).
     guarded: the budget holds at every decode step; a run that sees more fails.
+    rotary: it turns keys back to before their rotation, and needs the model's rotary frequencies.
+    foresees: it needs a label of every entry from a dense run over the same text.
+    learned: it needs trained weights, which `use` takes; transferable: their shapes do not depend on the model.
     """
 
     name: ClassVar[str]
@@ -137,6 +170,10 @@ class Policy:
     shares: ClassVar[Shares] = "head"
     prefill: ClassVar[PrefillMode] = "dense"
     static: ClassVar[bool] = False
+    rotary: ClassVar[bool] = False
+    foresees: ClassVar[bool] = False
+    learned: ClassVar[bool] = False
+    transferable: ClassVar[bool] = False
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
@@ -181,12 +218,19 @@ class Policy:
         """The tensors that travel with the entries, by name."""
         return {}
 
-    def enter(self, layer: int, positions: Tensor, shape: ModelShape) -> Mapping[str, Tensor]:
-        """First values of slot tensors for new entries at `positions` `[rows, new]`; absent names start at `fill`.
+    def memory(self, shape: ModelShape) -> Mapping[str, MemoryTensor]:
+        """The state that each sequence carries through a layer, by name."""
+        return {}
+
+    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
+        """First values of slot tensors for new entries; absent names start at `fill`.
 
         Each value is `[rows, kv_heads, new]`, with the width appended where there is one.
         """
         return {}
+
+    def prepare(self, step: Step) -> None:
+        """Update the slot and sequence tensors once new entries are written, before anything attends."""
 
     def observe(self, step: Step) -> None:
         """Update the slot tensors after a forward pass, before anything is evicted."""

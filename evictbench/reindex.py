@@ -20,6 +20,7 @@ from evictbench.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ADVICE = "its settings may offer another way (evictbench list policies)."
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
@@ -40,25 +41,24 @@ def rotate(states: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
     return turned if rotary == states.shape[-1] else torch.cat([turned, states[..., rotary:]], dim=-1)
 
 
-def inverse_frequencies(model: PreTrainedModel) -> Tensor:
+def inverse_frequencies(model: PreTrainedModel, policy: str) -> Tensor:
     """The model's rotary inverse frequencies `[rotary_dim / 2]`; UserError where they do not allow exact shifts."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
-    advice = "use streaming_llm:positions=original."
     if kind not in _STATIC_ROPE:
-        raise UserError(f"Re-indexed sinks need fixed rotary frequencies, and this model's are {kind}; {advice}")
+        raise UserError(f"{policy} needs fixed rotary frequencies, and this model's are {kind}; {ADVICE}")
     owners = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
     apply = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
     if len(owners) != 1 or apply is None:
-        raise UserError(f"Re-indexed sinks need one rotary embedding, and this model has {len(owners)}; {advice}")
+        raise UserError(f"{policy} needs one rotary embedding, and this model has {len(owners)}; {ADVICE}")
     inv_freq = owners[0].inv_freq
     assert isinstance(inv_freq, Tensor)
-    _check_convention(apply, inv_freq, model, advice)
+    _check_convention(apply, inv_freq, model, policy)
     return inv_freq
 
 
 def _check_convention(
-    apply: Callable[..., tuple[Tensor, Tensor]], inv_freq: Tensor, model: PreTrainedModel, advice: str
+    apply: Callable[..., tuple[Tensor, Tensor]], inv_freq: Tensor, model: PreTrainedModel, policy: str
 ) -> None:
     """Compare `rotate` with the model's own rotation on one random key: some models pair neighbours, not halves."""
     head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
@@ -68,7 +68,7 @@ def _check_convention(
     angle = torch.cat([angle, angle])[None, None]
     expected = apply(key, key, angle.cos(), angle.sin())[1]
     if not torch.allclose(rotate(key, torch.full((1, 1, 1), 7.0), inv_freq.cpu()), expected, atol=1e-5):
-        raise UserError(f"Re-indexed sinks are not supported for the rotary layout of {type(model).__name__}; {advice}")
+        raise UserError(f"{policy} cannot turn keys in the rotary layout of {type(model).__name__}; {ADVICE}")
 
 
 class SinkShift:

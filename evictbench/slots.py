@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from evictbench.policy import Entering
+
 if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.passes import Pass
@@ -18,6 +20,7 @@ class SlotLayer(CacheLayerMixin):
 
     buffers: "keys" and "values" `[rows, kv_heads, capacity, head_dim]` as cached (rotated, un-repeated), and the
     policy's slot tensors. ring: the last window queries `[rows, heads, window, head_dim]`, where a policy asks.
+    memory: the policy's sequence tensors `[rows, kv_heads, ...]`.
     """
 
     is_sliding = False
@@ -28,6 +31,7 @@ class SlotLayer(CacheLayerMixin):
         self.index = index
         self.buffers: dict[str, Tensor] = {}
         self.ring: Tensor | None = None
+        self.memory: dict[str, Tensor] = {}
         self.awaits_attention = False
 
     @property
@@ -62,16 +66,25 @@ class SlotLayer(CacheLayerMixin):
                 keep_rows, keep = min(rows, old.shape[0]), min(capacity, old.shape[2])
                 new[:keep_rows, :, :keep] = old[:keep_rows, :, :keep]
             self._replace(name, new)
+        if not self.memory:
+            for name, state in self.cache.memory_tensors.items():
+                self._remember(name, like.new_full((0, shape.kv_heads, *state.size), 0, dtype=state.dtype))
+        for name, old_memory in self.memory.items():
+            state = self.cache.memory_tensors[name]
+            if rows != old_memory.shape[0]:
+                memory = old_memory.new_full((rows, *old_memory.shape[1:]), state.fill)
+                memory[: min(rows, old_memory.shape[0])] = old_memory[:rows]
+                self._remember(name, memory)
 
-    def write(self, keys: Tensor, values: Tensor, step: Pass, free: Tensor) -> None:
+    def write(self, entering: Entering, step: Pass, free: Tensor) -> None:
         """Put a pass's new entries into their slots; slot tensors take their first values.
 
         free: the slot that a single new token takes, `[rows, sets]`.
         """
-        step.put(self.buffers["keys"], keys, free)
-        step.put(self.buffers["values"], values, free)
+        step.put(self.buffers["keys"], entering.keys, free)
+        step.put(self.buffers["values"], entering.values, free)
         if self.cache.slot_tensors:
-            entered = self.cache.policy.enter(self.index, step.query_positions(keys.device), self.cache.shape)
+            entered = self.cache.policy.enter(entering)
             for name, tensor in self.cache.slot_tensors.items():
                 step.put(self.buffers[name], entered.get(name, tensor.fill), free)
 
@@ -130,6 +143,8 @@ class SlotLayer(CacheLayerMixin):
         """Copy the first `slots` of another layer's row into this one's."""
         for name, buffer in self.buffers.items():
             buffer[row, :, :slots] = source.buffers[name][source_row, :, :slots]
+        for name, memory in self.memory.items():
+            memory[row] = source.memory[name][source_row]
         if source.ring is not None:
             if self.ring is None:
                 self.ring = source.ring.new_zeros((self.buffers["keys"].shape[0], *source.ring.shape[1:]))
@@ -138,12 +153,13 @@ class SlotLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Free everything."""
         self.buffers = {}
+        self.memory = {}
         self.ring = None
         self.awaits_attention = False
 
     def nbytes(self) -> int:
         """Bytes of every storage this layer holds."""
-        held = sum(buffer.untyped_storage().nbytes() for buffer in self.buffers.values())
+        held = sum(tensor.untyped_storage().nbytes() for tensor in (*self.buffers.values(), *self.memory.values()))
         return held + (0 if self.ring is None else self.ring.untyped_storage().nbytes())
 
     def _replace(self, name: str, new: Tensor) -> None:
@@ -151,6 +167,12 @@ class SlotLayer(CacheLayerMixin):
         self.cache.count_bytes(new.untyped_storage().nbytes())
         self.buffers[name] = new
         self.cache.count_bytes(-(0 if old is None else old.untyped_storage().nbytes()))
+
+    def _remember(self, name: str, new: Tensor) -> None:
+        old = self.memory.get(name)
+        self.memory[name] = new
+        held = 0 if old is None else old.untyped_storage().nbytes()
+        self.cache.count_bytes(new.untyped_storage().nbytes() - held)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: slots are made when the first pass begins."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy import ModelShape, Policy, SlotTensor, Step
+from evictbench.policy import Entering, ModelShape, Policy, SlotTensor, Step
 
 if TYPE_CHECKING:
     import torch
@@ -84,9 +84,10 @@ class Random(Policy):
 
         return {"priority": SlotTensor(torch.float32)}
 
-    def enter(self, layer: int, positions: Tensor, shape: ModelShape) -> Mapping[str, Tensor]:
+    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
         """`priority` of each new entry, vectorised; the arithmetic wraps at 64 bits as the scalar form does."""
-        x = _head_terms(self.config.seed, layer, shape.kv_heads, positions.device)
+        positions = entering.positions
+        x = _head_terms(self.config.seed, entering.layer, entering.shape.kv_heads, positions.device)
         x = x + (positions.long()[:, None] + 1) * _signed(_MIX[1])
         for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
             x = (x ^ ((x >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)

@@ -93,7 +93,7 @@ def test_shifted_sinks_are_rotated_as_the_model_rotates(name: str) -> None:
 def test_frequencies_that_change_with_length_are_refused() -> None:
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match="positions=original"):
+    with pytest.raises(UserError, match="rotary"):
         EvictionCache(model, StreamingLLM(), 16)
     EvictionCache(model, StreamingLLM(StreamingLLM.Config(positions="original")), 16)
 

@@ -15,7 +15,7 @@ from evictbench.policies.random import Random, priority
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy import GROUP_DIM, Policy, Step
+from evictbench.policy import GROUP_DIM, Entering, Policy, Step
 from twin.cases import Case, cases
 
 
@@ -83,10 +83,11 @@ class UnpooledVotes(SnapKV):
 class OtherPriority(Random):
     """Head and layer change places in the hash."""
 
-    def enter(self, layer: int, positions: Tensor, shape: Any) -> Any:
+    def enter(self, entering: Entering) -> Any:
+        heads, layer = range(entering.shape.kv_heads), entering.layer
         values = [
-            [[priority(self.config.seed, head, layer, int(p)) for p in row] for head in range(shape.kv_heads)]
-            for row in positions
+            [[priority(self.config.seed, head, layer, int(p)) for p in row] for head in heads]
+            for row in entering.positions
         ]
         return {"priority": torch.tensor(values)}
 
