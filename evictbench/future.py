@@ -1,0 +1,144 @@
+"""How much attention each key receives from the queries that come after it has left the recent window.
+
+For one query head, key t and the queries u = t + window .. S - 1 of a text of S tokens, with p the causal softmax:
+the mean `m_t = (1 / N_t) Σ_u p_{u→t}`, `N_t = max(1, S - t - window)`, or the largest `max_u p_{u→t}`.
+`log Σ_u p_{u→t}` is the log-sum-exp over u of `ℓ(u, t) - LSE_u`, which is what an attention kernel returns as its
+normaliser once keys and queries change places (KVpop, arXiv 2607.05061 v2).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Label = Literal["mean", "max"]
+
+EPSILON = 1e-9
+"""Added to a label before its logarithm; the paper does not say how much it adds."""
+
+TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+"""Probabilities held at once."""
+
+
+def future_labels(
+    query: Tensor,
+    key: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    label: Label = "mean",
+    normalisers: Tensor | None = None,
+    epsilon: float = EPSILON,
+) -> Tensor:
+    """`log(epsilon + attention)`, the largest over the query heads of a KV head: `[rows, kv_heads, S]` float32.
+
+    Arguments as in `future_attention`.
+    """
+    attention = future_attention(query, key, window=window, scaling=scaling, label=label, normalisers=normalisers)
+    return (attention.exp() + epsilon).log().amax(2)
+
+
+def future_attention(
+    query: Tensor,
+    key: Tensor,
+    *,
+    window: int,
+    scaling: float,
+    label: Label = "mean",
+    normalisers: Tensor | None = None,
+) -> Tensor:
+    """The logarithm of each key's label, `[rows, kv_heads, group, S]` float32 or wider; -inf where nothing looks at it.
+
+    query: `[rows, heads, S, head_dim]`, rotated; key: `[rows, kv_heads, S, head_dim]`, as cached. normalisers:
+    `LSE_u` of each query, `[rows, heads, S]`, if they are not those of full causal attention (a sparse student's
+    own). Memory is linear in S: probabilities exist in tiles of queries, or on CUDA, for the mean, inside
+    FlexAttention's kernel.
+    """
+    if label == "mean" and query.device.type == "cuda":
+        total = _by_flex_attention(query, key, window, scaling, normalisers)
+    else:
+        total = _by_tiles(query, key, window, scaling, label, normalisers)
+    if label == "max":
+        return total
+    length = key.shape[2]
+    count = (length - window - torch.arange(length, device=key.device)).clamp(min=1)
+    return total - count.log()
+
+
+def _by_tiles(
+    query: Tensor, key: Tensor, window: int, scaling: float, label: Label, normalisers: Tensor | None
+) -> Tensor:
+    """`log Σ_u p` or `log max_u p`, one tile of queries after the other."""
+    rows, heads, length, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.view(rows, kv_heads, group, length, head_dim)
+    given = None if normalisers is None else normalisers.view(rows, kv_heads, group, length)
+    found = torch.zeros((rows, kv_heads, group, length), dtype=wide, device=query.device)
+    tile = max(1, TILE_ELEMENTS.get(query.device.type, 2**22) // max(1, rows * heads * length))
+    for start in range(0, length, tile):
+        stop = min(length, start + tile)
+        looked_at = stop - window  # keys that a query of this tile may look back at
+        if given is not None and looked_at <= 0:
+            continue
+        width = stop if given is None else looked_at
+        part = grouped[:, :, :, start:stop].reshape(rows, kv_heads, -1, head_dim)
+        logits = (part @ key[:, :, :width].transpose(-1, -2)).to(wide) * scaling
+        logits = logits.view(rows, kv_heads, group, stop - start, width)
+        if given is None:
+            future = torch.ones(stop - start, width, dtype=torch.bool, device=query.device).triu(start + 1)
+            probs = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        else:
+            probs = (logits - given[..., start:stop, None]).exp()
+        if looked_at <= 0:
+            continue
+        seen = probs[..., :looked_at]
+        if start - window < looked_at - 1:  # the tile's first queries do not look back at its last keys
+            seen = seen.tril(start - window)
+        part_found = found[..., :looked_at]
+        if label == "mean":
+            part_found += seen.sum(-2)
+        else:
+            torch.maximum(part_found, seen.amax(-2), out=part_found)
+    return found.log()
+
+
+def _by_flex_attention(query: Tensor, key: Tensor, window: int, scaling: float, normalisers: Tensor | None) -> Tensor:
+    """`log Σ_u p`: the normaliser of an attention call in which keys ask and queries answer."""
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    rows, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    device = query.device
+    on_gpu = device.type == "cuda"
+    attend = torch.compile(flex_attention) if on_gpu else flex_attention
+    mask = torch.compile(create_block_mask) if on_gpu else create_block_mask
+    asking = key.repeat_interleave(heads // kv_heads, dim=1)
+    if normalisers is None:
+        causal = mask(lambda row, head, u, t: t <= u, None, None, length, length, device=device)
+        _, aux = attend(query, asking, asking, block_mask=causal, scale=scaling, return_aux=AuxRequest(lse=True))
+        assert isinstance(aux.lse, Tensor)
+        normalisers = aux.lse
+    of_query = normalisers
+
+    def minus_normaliser(score: Tensor, row: Tensor, head: Tensor, t: Tensor, u: Tensor) -> Tensor:
+        return score - of_query[row, head, u]
+
+    later = mask(lambda row, head, t, u: u >= t + window, None, None, length, length, device=device)
+    _, aux = attend(
+        asking,
+        query,
+        query,
+        score_mod=minus_normaliser,
+        block_mask=later,
+        scale=scaling,
+        return_aux=AuxRequest(lse=True),
+    )
+    total = aux.lse
+    assert isinstance(total, Tensor)
+    empty = torch.arange(length, device=device) + window >= length
+    total = total.float().masked_fill(empty, -torch.inf)
+    return total.view(rows, kv_heads, heads // kv_heads, length)
