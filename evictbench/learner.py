@@ -1,6 +1,9 @@
 """What a learned policy brings to its training: the contract between `evictbench train` and a policy's own loss.
 
-`Policy.learner(shape, settings)` makes a learner. The loop (`evictbench.train`) feeds it, steps its parameters, keeps
+A policy that can be trained has a method `learner(shape: ModelShape, training: Training) -> Learner`, and may have the
+class attributes `Recipe`, a frozen dataclass of what its training can be told (`--recipe ratio=8,ramp=500`), and
+`texts`, names of its own training texts (`--data NAME`) to "module:function", where function(tokenizer, length, seed)
+yields strings. The loop (`evictbench.train`) feeds it, steps its parameters, keeps
 checkpoints and saves what `export` gives. A stored learner needs only features of the frozen model: they are computed
 once per text, kept on the disk and read back at every step, so that no forward pass is in the loop. One that is not
 stored gets the model itself, frozen, and makes its own pass.
@@ -19,12 +22,29 @@ from evictbench.errors import UserError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from evictbench.student import Visible
 
 Features = Mapping[str, "Tensor"]
 """Named tensors whose first dimension runs over the rows of a batch."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a learner is made for: the options of the training that it may depend on.
+
+    window: protected recent tokens; budgets: those that batches draw from; length: tokens of a block, at most; recipe:
+    an instance of the policy's `Recipe`; model: the config of the model's text part (hidden_size, rms_norm_eps, ...).
+    """
+
+    window: int
+    budgets: tuple[int, ...]
+    length: int
+    steps: int
+    seed: int
+    recipe: Any
+    model: PretrainedConfig
 
 
 @dataclass
@@ -103,10 +123,13 @@ class Learner(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no stored features")
 
     def measure(self, samples: Iterable[Features]) -> None:
-        """Set statistics of the inputs (buffers) from the features of the first training blocks, one block at a time.
+        """Set statistics of the inputs (buffers) from the features of some training blocks, one block at a time.
 
         Once, before the first step; stored learners only.
         """
+
+    def begin(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> None:
+        """The same for a learner that is not stored, from the frozen model and some training blocks `[1, S]`."""
 
     def loss(self, batch: Batch) -> Losses:
         """The loss of one batch, a mean over its rows."""
