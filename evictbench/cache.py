@@ -92,6 +92,7 @@ class EvictionCache(Cache):
         self.prompts: list[int] = []
         self.holes: list[bool] = []
         self.occupancy: list[Occupancy] = []
+        self.known: list[list[Tensor] | None] = []
         self.current: Pass | None = None
         self.placements: list[Placement] = []
         self.bytes_held = self.bytes_peak = 0
@@ -111,6 +112,10 @@ class EvictionCache(Cache):
         budget = self.budget.at(self.prompts[row], seen)
         self._refuse_below_minimum(budget)
         return budget - self.charged
+
+    def foretell(self, labels: list[Tensor]) -> None:
+        """What a dense run says of the tokens of the one sequence that comes next, `[kv_heads, tokens]` a layer."""
+        self.known = [labels]
 
     def kept(self, layer: int, row: int = 0) -> Tensor:
         """The positions held now by each kept set of a layer, ascending: `[sets, held]` int64."""
@@ -148,6 +153,12 @@ class EvictionCache(Cache):
             self.seen, self.held, self.prompts = [0] * rows, [0] * rows, [0] * rows
             self.holes = [False] * rows
             self.occupancy = [Occupancy() for _ in range(rows)]
+            self.known = self.known or [None] * rows
+            if self.policy.foresees and (len(self.known) != rows or None in self.known):
+                raise UserError(
+                    f"{self.policy.name} needs labels from a dense run over the same text, and this cache was given "
+                    "none: it works in evictbench's own runs and not in model.generate(...)."
+                )
         if rows != len(self.seen):
             raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
         step = Pass.plan(self, new.shape[2], real)
@@ -178,9 +189,23 @@ class EvictionCache(Cache):
             keys=keys,
             values=values,
             inv_freq=self.frequencies(keys.device),
+            known=self._labels(layer.index, step.query_positions(keys.device)),
         )
         layer.write(entering, step, placement.free.to(keys.device))
         return entering
+
+    def _labels(self, layer: int, positions: Tensor) -> Tensor | None:
+        """The labels of entries at `positions` `[rows, new]`, NaN where there are none, for a policy that foresees."""
+        if not self.policy.foresees:
+            return None
+        rows, new = positions.shape
+        known = torch.full((rows, self.shape.kv_heads, new), torch.nan, device=positions.device)
+        for row, labels in enumerate(self.known):
+            if labels is not None:
+                label, at = labels[layer].to(positions.device), positions[row].long()
+                last = label.shape[1] - 1
+                known[row] = label[:, at.clamp(0, last)].masked_fill((at < 0) | (at > last), torch.nan)
+        return known
 
     def frequencies(self, device: torch.device) -> Tensor | None:
         """The rotary inverse frequencies on a device, where the policy asks for them."""

@@ -80,6 +80,8 @@ class _Row:
 class ChoiceScorer:
     """Scores choices under a policy; arguments as of `evictbench.generation.Generator`.
 
+    A policy that foresees knows the prompt alone, as where an answer is generated.
+
     Raises UserError for an impossible budget and for a choice without tokens.
     """
 

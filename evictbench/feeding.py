@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -43,6 +44,7 @@ class Feeder:
     """Feeds tokens to a model under a policy.
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
+    foresee: the labels of a text by a policy that foresees; whoever asks for the same texts again may keep them.
     Raises UserError for an impossible chunk; making a cache raises it for an impossible budget.
     """
 
@@ -62,6 +64,7 @@ class Feeder:
         self.budget = budget
         self.prefill = prefill
         self.chunk = chunk
+        self.foresee: Callable[[Sequence[int]], list[Tensor]] = partial(policy.foresee, model)
         # The argument was renamed in transformers 5.24.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -77,15 +80,22 @@ class Feeder:
         bounds = [*range(0, end, self.chunk), end, *([length] if end < length else [])]
         return itertools.pairwise(bounds)
 
-    def prompt_cache(self, length: int, border: int | None) -> EvictionCache:
-        """A cache for one prompt, whose end, where it is cut for good, is the border if there is one."""
-        return self.new_cache(prompt_length=border if border and border < length else length)
+    def prompt_cache(self, prompt: Sequence[int], border: int | None, following: Sequence[int] = ()) -> EvictionCache:
+        """A cache for one prompt, whose end, where it is cut for good, is the border if there is one.
+
+        following: tokens that are known to come after it, for a policy that foresees.
+        """
+        length = len(prompt)
+        cache = self.new_cache(prompt_length=border if border and border < length else length)
+        if self.policy.foresees:
+            cache.foretell(self.foresee([*prompt, *following]))
+        return cache
 
     def read(self, prompt: Sequence[int], border: int | None = None) -> tuple[EvictionCache, Tensor]:
         """Feed a prompt; its cache, and the logits `[vocabulary]` after its last token."""
         if not prompt:
             raise UserError("A prompt has no tokens.")
-        cache = self.prompt_cache(len(prompt), border)
+        cache = self.prompt_cache(prompt, border)
         for start, stop in self.passes(len(prompt), border):
             logits = self.feed(cache, [list(prompt[start:stop])], [start])
         return cache, logits[0, -1]

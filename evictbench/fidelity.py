@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -39,6 +39,9 @@ BUCKET = 32
 """Tokens of the continuation that one number by position stands for."""
 
 QUARTERS = 4
+
+DensePasses = MutableMapping[tuple[tuple[int, ...], tuple[int, ...]], Tensor]
+"""Prompt and continuation to the hidden states `[continuation, hidden]` that the dense pass gives the output head."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Comparison:
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
+    dense_passes: where to keep what the dense pass of a text found, for other comparisons on the same model and texts.
     Raises UserError for an impossible budget, and for a model without an output head to read.
     """
 
@@ -132,6 +136,7 @@ class Comparison:
         prefill: Literal["native", "dense", "bounded"] = "native",
         chunk: int = 512,
         batch_size: int = 8,
+        dense_passes: DensePasses | None = None,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
@@ -140,6 +145,7 @@ class Comparison:
         self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
         self.dense = Feeder(model, _Everything(), None, chunk=chunk)
         self.batch_size = batch_size
+        self.dense_passes = dense_passes
 
     def run(self, texts: Iterable[Text]) -> Iterator[Measured]:
         """Compare on every text; results come as they finish, in any order."""
@@ -153,10 +159,10 @@ class Comparison:
         """The dense pass over all of a text, then its prompt under the policy, the question as one more chunk."""
         if not text.prompt or not text.continuation:
             raise UserError("A text to compare on has a prompt and a continuation of at least one token each.")
-        row = _Row(text, self._dense_hidden(text))
+        row = _Row(text, self._dense_once(text))
         started = time.perf_counter()
         length = len(text.prompt)
-        cache = self.feeder.prompt_cache(length, text.border)
+        cache = self.feeder.prompt_cache(text.prompt, text.border, text.continuation[:-1])
         for start, stop in self.feeder.passes(length, text.border):
             tokens = [list(text.prompt[start:stop])]
             if stop < length:
@@ -166,6 +172,15 @@ class Comparison:
         row.prefill_peak_bytes = cache.bytes_peak
         row.prefill_seconds = time.perf_counter() - started
         return row, cache
+
+    def _dense_once(self, text: Text) -> Tensor:
+        """The dense pass, unless it has been kept."""
+        if self.dense_passes is None:
+            return self._dense_hidden(text)
+        tokens = text.prompt, text.continuation
+        if tokens not in self.dense_passes:
+            self.dense_passes[tokens] = self._dense_hidden(text)
+        return self.dense_passes[tokens]
 
     def _dense_hidden(self, text: Text) -> Tensor:
         """`[continuation, hidden]`: what the output head reads before each token of the continuation."""

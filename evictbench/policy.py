@@ -7,13 +7,14 @@ score per slot, keeps the best, and frees the rest. A new score-based policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 Signal = Literal["last_query_probs", "window_probs", "mass"]
 Shares = Literal["head", "layer", "model"]
@@ -149,7 +150,8 @@ class Policy:
     A policy holds no state between sequences; what must be remembered lives in the cache (`slot_state`).
 
     signals: what the engine must compute; nothing declared, nothing computed, and the fast kernel is used.
-    shares: who shares one kept set: each KV head has its own, a layer's heads share one, or the whole model does.
+    shares: who shares one kept set: each KV head has its own, a layer's heads share one, or the whole model does; where
+    a setting decides, set in `__init__`.
     prefill: the method's native prompt mode. "dense": the prompt is attended whole and cut once at its end;
     "bounded": never more than the budget and one chunk is held.
     static: the score of an entry never depends on queries or on attention. Then visibility inside a chunk is decided
@@ -167,7 +169,7 @@ class Policy:
     Config: ClassVar[type[Any]] = NoSettings
     needs_budget: ClassVar[bool] = True
     signals: ClassVar[frozenset[Signal]] = frozenset()
-    shares: ClassVar[Shares] = "head"
+    shares: Shares = "head"
     prefill: ClassVar[PrefillMode] = "dense"
     static: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
@@ -217,6 +219,10 @@ class Policy:
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
         """The tensors that travel with the entries, by name."""
         return {}
+
+    def foresee(self, model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
+        """What a dense run over a text says of its tokens, `[kv_heads, tokens]` float32 a layer (if it foresees)."""
+        raise NotImplementedError(f"{type(self).__name__} does not foresee")
 
     def memory(self, shape: ModelShape) -> Mapping[str, MemoryTensor]:
         """The state that each sequence carries through a layer, by name."""

@@ -41,6 +41,8 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
     cache.prompts.append(prompt.prompts[0])
     cache.holes.append(False)
     cache.occupancy.append(Occupancy())
+    known = prompt.known[0]
+    cache.known.append(known if known is not None and known[0].shape[1] > prompt.seen[0] else None)
     cache.prompt_done = True
     return row
 
@@ -56,7 +58,7 @@ def release(cache: EvictionCache, row: int) -> None:
             placement.free[row] = placement.free[last]
         if cache.shift is not None:
             cache.shift.move_row(last, row)
-    lists: tuple[list[Any], ...] = (cache.seen, cache.held, cache.prompts, cache.holes, cache.occupancy)
+    lists: tuple[list[Any], ...] = (cache.seen, cache.held, cache.prompts, cache.holes, cache.occupancy, cache.known)
     for items in lists:
         items[row] = items[last]
         items.pop()

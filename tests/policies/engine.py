@@ -42,6 +42,9 @@ def run_case(case: Case, policy: Policy) -> EngineTrace:
         budget = f"{budget * 100:g}%"
     end = len(case.prompt) if case.border is None else case.border
     cache = EvictionCache(model, policy, budget, prefill=case.prefill, prompt_length=end)
+    if policy.foresees:
+        forced = () if isinstance(case.new_tokens, int) else case.new_tokens
+        cache.foretell(policy.foresee(model, [*case.prompt, *forced]))
     trace = EngineTrace(list(case.prompt))
 
     def feed(tokens: list[int]) -> int:

@@ -23,12 +23,12 @@ EXACT = 1e-9
 """Scores closer than this may be ordered either way."""
 
 
-def check(case: Case, policy: Policy) -> None:
+def check(case: Case, policy: Policy, exact: float = EXACT) -> None:
     if not isinstance(case.budget, int):
         case = replace(case, charged=policy.charged_state(ModelShape.of(case.model().config)))
         assume(case.budget is None or 32 - case.charged >= max(1, case.rule.least_budget))
     twin = case.trace()
-    assume(twin.closest >= EXACT)
+    assume(twin.closest >= exact)
     ours = run_case(case, policy)
     assert ours.tokens[: len(twin.tokens)] == list(twin.tokens)
     compared = 0

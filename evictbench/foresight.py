@@ -1,0 +1,40 @@
+"""A dense run over a text that only looks: what a policy that foresees learns its labels from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from evictbench.attention import use
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Watch = Callable[[int, Tensor, Tensor, float], None]
+"""Hears of every layer: its number, query `[1, heads, tokens, head_dim]`, key `[1, kv_heads, tokens, head_dim]` (both
+rotated), and the scaling of their products."""
+
+
+def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch) -> None:
+    """Read a text whole, with plain causal attention and nothing evicted, and show every layer to `watch`.
+
+    Memory is linear in the text where torch's attention kernel is. The model attends through evictbench afterwards.
+    """
+    use(model)
+
+    def look(
+        layer: int, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor | None:
+        watch(layer, query, key, scaling)
+        return None
+
+    with torch.no_grad():
+        model(
+            input_ids=torch.tensor([list(tokens)], device=model.device),
+            use_cache=False,
+            logits_to_keep=1,
+            dense_attention=look,
+        )
