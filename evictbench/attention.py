@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evictbench.kernels import attend_and_observe, attend_one, probabilities
+from evictbench.paged import PagedLayer
 from evictbench.policy import Entering, Step
 from evictbench.reindex import rotate
 
@@ -73,6 +74,8 @@ def attend(
         return _without_cache(query, key, value, attention_mask, scaling), None
     layer.awaits_attention = False
     cache = layer.cache
+    if isinstance(layer, PagedLayer):
+        return layer.cache.attend(layer, query, key, value, attention_mask, scaling).transpose(1, 2), None
     step = cache.begin(key, attention_mask) if layer.index == 0 else cache.current
     assert step is not None
     view = _view(layer, step, cache.write(layer, key, value, step))

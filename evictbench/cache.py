@@ -77,11 +77,15 @@ class EvictionCache(Cache):
         )
         if self.budget is not None and self.budget.tokens is not None:
             self._refuse_below_minimum(self.budget.tokens)
-        super().__init__(layers=[SlotLayer(self, index) for index in range(self.shape.layers)])
+        super().__init__(layers=[self.new_layer(index) for index in range(self.shape.layers)])
         use(model)
         self.reset()
 
     # What is held.
+
+    def new_layer(self, index: int) -> SlotLayer:
+        """A layer without entries."""
+        return SlotLayer(self, index)
 
     def reset(self) -> None:
         """Forget every sequence and free every slot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
+from evictbench.paged import PagedCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,9 +72,8 @@ class Feeder:
 
     def new_cache(self, *, prompt_length: int | None = None, rows: int | None = None) -> EvictionCache:
         """A cache under this policy and budget."""
-        return EvictionCache(
-            self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows
-        )
+        kind = PagedCache if self.policy.ragged else EvictionCache
+        return kind(self.model, self.policy, self.budget, prefill=self.prefill, prompt_length=prompt_length, rows=rows)
 
     def passes(self, length: int, border: int | None) -> Iterator[tuple[int, int]]:
         """Where the forward passes of a prompt begin and end: chunks up to the border, what follows it in one."""
@@ -106,12 +107,13 @@ class Feeder:
         device = self.model.device
         input_ids = torch.tensor(tokens, device=device)
         position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            use_cache=True,
-            logits_to_keep=keep,
-            **{self._cache_argument: cache},
-        )
+        with cache.listening() if isinstance(cache, PagedCache) else nullcontext():
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=True,
+                logits_to_keep=keep,
+                **{self._cache_argument: cache},
+            )
         logits: Tensor = output.logits
         return logits

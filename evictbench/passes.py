@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Occupancy:
-    """Entries that the decode queries of one row saw, charged state included."""
+    """Entries that the decode queries of one row saw, charged state included. largest: by any head; total: the sum
+    over steps, of the mean over heads where those differ."""
 
     largest: int = 0
-    total: int = 0
+    total: float = 0
     steps: int = 0
 
-    def add(self, entries: int) -> None:
-        """One decode query's count."""
+    def add(self, entries: int, mean: float | None = None) -> None:
+        """One decode query's count; mean: over heads, where it is not the same for all."""
         self.largest = max(self.largest, entries)
-        self.total += entries
+        self.total += entries if mean is None else mean
         self.steps += 1
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from evictbench.taps import Tap
+
 Signal = Literal["last_query_probs", "window_probs", "mass"]
 Shares = Literal["head", "layer", "model"]
 PrefillMode = Literal["dense", "bounded"]
@@ -89,6 +91,21 @@ class Entering:
     known: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """The new entries of one layer in one forward pass, as a policy sees them that is `ragged`.
+
+    positions: `[rows, new]` int32, -1 for padding, which comes before a row's tokens. allotted: `[rows]`, what
+    `Policy.allot` made of each row's budget. read: what `Policy.read` made of this pass, if it reads anything.
+    """
+
+    layer: int
+    shape: ModelShape
+    positions: Tensor
+    allotted: Tensor
+    read: Tensor | None = None
+
+
 @dataclass
 class Signals:
     """What the policy declared, for the forward pass that has just attended. Float32.
@@ -160,6 +177,7 @@ class Policy:
     guarded: the budget holds at every decode step; a run that sees more fails.
     rotary: it turns keys back to before their rotation, and needs the model's rotary frequencies.
     foresees: it needs a label of every entry from a dense run over the same text.
+    ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
     learned: it needs trained weights, which `use` takes; transferable: their shapes do not depend on the model.
     """
 
@@ -174,6 +192,7 @@ class Policy:
     static: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
+    ragged: ClassVar[bool] = False
     learned: ClassVar[bool] = False
     transferable: ClassVar[bool] = False
 
@@ -258,3 +277,39 @@ class Policy:
             recent=self.recent(step.budgets),
             steady=step.steady,
         )
+
+    # Of a policy whose heads keep different numbers of entries (`ragged`).
+
+    @property
+    def taps(self) -> frozenset[Tap]:
+        """What it reads of each layer besides keys and values."""
+        return frozenset()
+
+    def fit(self, config: Any) -> None:
+        """Take from a model's config what is not set."""
+
+    def allot(self, share: float, length: int) -> float:
+        """What a budget of this share of a text of `length` tokens comes to, a number of the policy's own.
+
+        Raises UserError for a share that cannot be had.
+        """
+        return share
+
+    def read(self, layer: int, name: Tap, tensor: Tensor) -> Tensor:
+        """What to remember of a tensor it declared, until the layer attends."""
+        raise NotImplementedError(f"{type(self).__name__} reads nothing")
+
+    def before_rotation(self, queries: Tensor) -> Tensor | None:
+        """The queries `[rows, queries, heads, head_dim]` that the model goes on with; None: as they are."""
+        return None
+
+    def after_rotation(self, queries: Tensor) -> Tensor:
+        """The queries `[rows, heads, queries, head_dim]` that attend."""
+        return queries
+
+    def expiry(self, arriving: Arriving) -> Tensor:
+        """The first query position that may no longer see an entry, `pages.NEVER` if none: `[rows, kv_heads, 1 + new]`
+        whole numbers. First that of the last entry before this pass, which can be decided here; then of the new ones,
+        the last of which the next query sees.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not ragged")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evictbench.cache import GROWTH_BLOCK, EvictionCache
+from evictbench.paged import PagedCache
 from evictbench.passes import Occupancy
 from evictbench.placement import EMPTY
 
@@ -14,6 +15,8 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
 
     Both caches must be of the same model, policy and budget; `cache` was made with `rows`.
     """
+    if isinstance(cache, PagedCache) and isinstance(prompt, PagedCache):
+        return cache.admit(prompt)
     row, rows = len(cache.seen), cache.row_capacity
     if rows is None or row >= rows:
         raise RuntimeError(f"All {rows} rows of this cache are taken.")
@@ -49,6 +52,9 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
 
 def release(cache: EvictionCache, row: int) -> None:
     """End the sequence in a row; the last row takes its place."""
+    if isinstance(cache, PagedCache):
+        cache.release(row)
+        return
     last = len(cache.seen) - 1
     if row != last:
         for layer in cache.layers:

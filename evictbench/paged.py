@@ -1,0 +1,304 @@
+"""PagedCache: the cache of a policy whose heads keep different numbers of entries.
+
+The step, in every layer: ask the policy until when the new entries are seen, and the last one before them, about
+which it may know more by now; attend, every query to what it may see; give the place of what no later query sees to
+new entries. Deadlines decide all of it, so that any chunk size gives the token-at-a-time result. A prompt is never
+held whole: after each chunk its heads hold what the next query sees.
+
+    cache = PagedCache(model, policy, "25%")
+    with cache.listening():        # sets the hooks that the policy reads by, and removes them
+        model.generate(**inputs, past_key_values=cache)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from evictbench.cache import EvictionCache
+from evictbench.paged_attention import attend_chunk, attend_one
+from evictbench.pages import EMPTY, PagePool
+from evictbench.passes import Occupancy, Pass
+from evictbench.policy import Arriving
+from evictbench.slots import SlotLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictbench.policy import Policy
+    from evictbench.taps import Tap
+
+
+class PagedLayer(SlotLayer):
+    """The pages of one layer, made when its first keys arrive."""
+
+    cache: PagedCache
+    pool: PagePool | None = None
+
+    def forget(self) -> None:
+        """Free everything."""
+        super().forget()
+        self.pool = None
+
+    def nbytes(self) -> int:
+        """Bytes of every storage this layer holds."""
+        return 0 if self.pool is None else self.pool.nbytes()
+
+
+class PagedCache(EvictionCache):
+    """A KV cache in pages; arguments as of EvictionCache, for a policy that is `ragged`.
+
+    The budget is a share, or N entries of the prompt's length: what it comes to is the policy's (`Policy.allot`), for
+    each row when its prompt begins. Nothing is cut to it, and occupancy is measured: the largest of a decode query's
+    heads, and their mean. The prompt is read in chunks that hold what the next query sees, whatever `prefill` says.
+    Bytes held: at most 1.15 times those of the kept keys and values where heads keep 150 entries or more on average.
+    """
+
+    layers: list[PagedLayer]  # type: ignore[assignment]
+
+    def __init__(self, model: PreTrainedModel, policy: Policy, budget: Any = None, **settings: Any) -> None:
+        policy.fit(model.config)
+        super().__init__(model, policy, budget, **settings)
+        self.model = model
+
+    def new_layer(self, index: int) -> PagedLayer:
+        """A layer without entries."""
+        return PagedLayer(self, index)
+
+    def reset(self) -> None:
+        """Forget every sequence and free every page."""
+        super().reset()
+        self.allotted: list[float] = []
+        self.read: dict[int, Tensor] = {}
+        self.seen_by_heads: list[tuple[int, float]] = []
+
+    def entries(self, row: int, seen: int) -> int:
+        """Nothing is cut to a budget: what a query may see is all there is."""
+        return seen + 1
+
+    def kept(self, layer: int, row: int = 0) -> Tensor:
+        """The positions that the next query sees, by KV head, ascending and padded with -1 behind: `[kv_heads, most]`
+        int64."""
+        pool, following = self.layers[layer].pool, self.seen[row]
+        assert pool is not None
+        found = []
+        for owner in self._owners(row):
+            positions = pool.entries(owner, "positions")
+            found.append(positions[pool.entries(owner, "deadlines") > following].long().sort().values)
+        return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=EMPTY)
+
+    def nbytes(self) -> int:
+        """Bytes of everything held: keys, values, positions, deadlines, what says whose each page is."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def _owners(self, row: int) -> range:
+        return range(row * self.shape.kv_heads, (row + 1) * self.shape.kv_heads)
+
+    # What the policy reads.
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the policy reads what it declares (`Policy.taps`) of every forward pass through this cache."""
+        from evictbench.taps import tapped
+
+        with tapped(self.model, self.policy.taps, self._take):
+            yield
+
+    def _take(self, layer: int, name: Tap, tensor: Tensor) -> Tensor | None:
+        self.read[layer] = self.policy.read(layer, name, tensor)
+        return self.policy.before_rotation(tensor) if name == "pre_rope_queries" else None
+
+    # One forward pass.
+
+    def begin(self, new: Tensor, real: Tensor | None) -> Pass:
+        """Before the first layer attends: plan the pass; where each row has one token, see that it has a slot."""
+        rows = new.shape[0]
+        if self.current is not None:
+            raise RuntimeError("The last forward pass through this cache did not finish; reset() it first.")
+        if not self.seen:
+            self.seen, self.held, self.prompts = [0] * rows, [0] * rows, [0] * rows
+            self.holes = [False] * rows
+            self.occupancy = [Occupancy() for _ in range(rows)]
+            self.known = [None] * rows
+        if rows != len(self.seen):
+            raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
+        step = Pass.plan(self, new.shape[2], real)
+        if not self.allotted:
+            self.allotted = [self._allot(length) for length in self.prompts]
+        self.seen_by_heads = self._open_pages(rows) if self._in_place(step) else []
+        self.current = step
+        return step
+
+    def _allot(self, length: int) -> float:
+        assert self.budget is not None
+        share = self.budget.share
+        if share is None:
+            assert self.budget.tokens is not None
+            share = min(1.0, self.budget.tokens / length)
+        return self.policy.allot(share, length)
+
+    def _in_place(self, step: Pass) -> bool:
+        """Every row has one new token and holds others."""
+        return step.single and self.columns > 0
+
+    def _open_pages(self, rows: int) -> list[tuple[int, float]]:
+        """Give a page to each head whose next entry has no slot; how many entries the heads of each row will see, the
+        most and the mean over layers and heads. The host waits once for a device, and not for each layer."""
+        owners = rows * self.shape.kv_heads
+        pools = [layer.pool for layer in self.layers if layer.pool is not None]
+        by_device: dict[torch.device, list[PagePool]] = {}
+        for pool in pools:
+            pool.trim()
+            by_device.setdefault(pool.device, []).append(pool)
+        visible: list[Tensor] = []
+        for of_device in by_device.values():
+            asked = torch.stack([torch.stack((p.wants_page(owners), p.visible[:owners])) for p in of_device]).cpu()
+            for pool, wanting in zip(of_device, asked[:, 0], strict=True):
+                pool.take(dict.fromkeys(wanting.nonzero()[:, 0].tolist(), 1))
+            visible.append(asked[:, 1] + 1)
+        by_row = torch.cat(visible).view(-1, rows, self.shape.kv_heads).transpose(0, 1).flatten(1)
+        return [(int(heads.max()), float(heads.double().mean())) for heads in by_row]
+
+    def attend(
+        self, layer: PagedLayer, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+    ) -> Tensor:
+        """Attention of one layer, and what follows from it; shapes as of `evictbench.attention.attend`, but the output
+        is `[rows, heads, queries, head_dim]`."""
+        step = self.begin(keys, real) if layer.index == 0 else self.current
+        assert step is not None
+        if layer.pool is None:
+            rows = max(self.row_capacity or 0, step.rows)
+            layer.pool = PagePool(rows * self.shape.kv_heads, keys, self.count_bytes)
+        deadlines = self._deadlines(layer, step, keys.device)
+        self._decide_newest(layer.pool, step, deadlines[:, :, 0])
+        query = self.policy.after_rotation(query)
+        attend = self._attend_in_place if self._in_place(step) else self._attend_chunk
+        output = attend(layer.pool, step, query, keys, values, deadlines[:, :, 1:], scaling)
+        if layer.index == self.shape.layers - 1:
+            self._close(step)
+        return output
+
+    def _deadlines(self, layer: PagedLayer, step: Pass, device: torch.device) -> Tensor:
+        """`[rows, kv_heads, 1 + queries]` int32: of the entry before the new ones, and of the new ones."""
+        if self.policy.taps and layer.index not in self.read:
+            raise RuntimeError(
+                f"{self.policy.name} reads more than attention sees: run the model inside `with cache.listening():`."
+            )
+        read = self.read.pop(layer.index, None)
+        arriving = Arriving(
+            layer=layer.index,
+            shape=self.shape,
+            positions=step.query_positions(device),
+            allotted=step.once("allotted", device, lambda: torch.tensor(self.allotted, device=device)),
+            read=None if read is None else read.to(device),
+        )
+        return self.policy.expiry(arriving).to(torch.int32)
+
+    def _decide_newest(self, pool: PagePool, step: Pass, deadlines: Tensor) -> None:
+        """Write what this pass says of each row's last entry before it."""
+        rows = [row for row, (count, seen) in enumerate(zip(step.counts, self.seen, strict=True)) if count and seen]
+        if len(rows) == step.rows:
+            pool.set_newest(slice(0, deadlines.numel()), deadlines.flatten())
+        elif rows:
+            owners = torch.tensor([owner for row in rows for owner in self._owners(row)], device=pool.device)
+            pool.set_newest(owners, deadlines[torch.tensor(rows, device=pool.device)].flatten())
+
+    def _attend_in_place(
+        self, pool: PagePool, step: Pass, query: Tensor, keys: Tensor, values: Tensor, deadlines: Tensor, scaling: float
+    ) -> Tensor:
+        def by_owner() -> Tensor:
+            positions = step.query_positions(keys.device)[:, 0]
+            return positions.repeat_interleave(self.shape.kv_heads)
+
+        def following() -> Tensor:
+            after = positions.new_zeros(pool.length.shape[0])
+            after[: positions.shape[0]] = positions + 1
+            return after
+
+        positions = step.once("by_owner", keys.device, by_owner)
+        entries = {
+            "keys": keys.flatten(0, 2),
+            "values": values.flatten(0, 2),
+            "positions": positions,
+            "deadlines": deadlines.flatten(),
+        }
+        pool.put(positions.shape[0], entries)
+        output = attend_one(pool, query, positions, scaling)
+        pool.look_ahead(step.once("following_by_owner", keys.device, following))
+        return output
+
+    def _attend_chunk(
+        self, pool: PagePool, step: Pass, query: Tensor, keys: Tensor, values: Tensor, deadlines: Tensor, scaling: float
+    ) -> Tensor:
+        output = torch.zeros_like(query)
+        positions = step.query_positions(keys.device)
+        for row, count in enumerate(step.counts):
+            if count == 0:
+                continue
+            new = slice(step.queries - count, step.queries)
+            entries = {
+                "keys": keys[row, :, new],
+                "values": values[row, :, new],
+                "positions": positions[row, new].expand(self.shape.kv_heads, -1),
+                "deadlines": deadlines[row, :, new],
+            }
+            first = self._owners(row).start
+            output[row, :, new] = attend_chunk(pool, first, query[row, :, new], entries, scaling)
+            pool.settle(first, entries, step.seen[row])
+        return output
+
+    def _close(self, step: Pass) -> None:
+        if self.prompt_done:
+            for occupancy, (largest, mean) in zip(self.occupancy, self.seen_by_heads, strict=False):
+                occupancy.add(largest, mean)
+        self.seen = step.seen
+        self.held = list(step.seen)
+        self.columns += step.queries
+        self.prompt_done = self.prompt_done or step.ends_prompt
+        self.current = None
+
+    # Rows that come and go.
+
+    def admit(self, prompt: PagedCache) -> int:
+        """Copy what a one-row cache holds after its prompt into the next free row; returns that row."""
+        row, rows = len(self.seen), self.row_capacity
+        if rows is None or row >= rows:
+            raise RuntimeError(f"All {rows} rows of this cache are taken.")
+        for source, target in zip(prompt.layers, self.layers, strict=True):
+            assert source.pool is not None
+            if target.pool is None:
+                target.pool = PagePool(rows * self.shape.kv_heads, source.pool.buffers["keys"], self.count_bytes)
+            target.pool.copy_from(source.pool, self._owners(row).start)
+        self.seen.append(prompt.seen[0])
+        self.held.append(prompt.held[0])
+        self.prompts.append(prompt.prompts[0])
+        self.holes.append(False)
+        self.occupancy.append(Occupancy())
+        self.known.append(None)
+        self.allotted.append(prompt.allotted[0])
+        self.columns = max(self.columns, prompt.columns)
+        self.prompt_done = True
+        return row
+
+    def release(self, row: int) -> None:
+        """End the sequence in a row; the last row takes its place."""
+        last = len(self.seen) - 1
+        for layer in self.layers:
+            if layer.pool is not None:
+                layer.pool.move_owners(self._owners(last).start, self._owners(row).start, self.shape.kv_heads)
+        lists: tuple[list[Any], ...] = (
+            self.seen,
+            self.held,
+            self.prompts,
+            self.holes,
+            self.occupancy,
+            self.known,
+            self.allotted,
+        )
+        for items in lists:
+            items[row] = items[last]
+            items.pop()

@@ -1,0 +1,72 @@
+"""Attention over pages: a chunk of one row, or one new token of every row, each KV head over its own entries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evictbench.pages import PAGE, PagePool
+
+
+def attend_chunk(
+    pool: PagePool,
+    first: int,
+    query: Tensor,
+    entries: Mapping[str, Tensor],
+    scaling: float,
+) -> Tensor:
+    """The new tokens of one row, over what its heads hold and over each other: `[heads, new, head_dim]`, like query.
+
+    first: the owner of the row's first KV head. entries: the new ones, `[kv_heads, new, ...]` for every buffer, at
+    consecutive positions.
+    """
+    keys, values, deadlines = entries["keys"], entries["values"], entries["deadlines"]
+    positions = entries["positions"][0]
+    kv_heads, new, _ = keys.shape
+    query = query.unflatten(0, (kv_heads, -1))
+    if not any(pool.tables[first : first + kv_heads]) and bool(deadlines.min() > positions[-1]):
+        output = F.scaled_dot_product_attention(
+            query.flatten(0, 1)[None], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return output[0]
+    causal = torch.ones((new, new), dtype=torch.bool, device=query.device).tril()
+    output = torch.empty_like(query)
+    for head in range(kv_heads):
+        stored = len(pool.tables[first + head]) * PAGE
+        held = {name: torch.cat((pool.entries(first + head, name), new[head])) for name, new in entries.items()}
+        mask = held["deadlines"] > positions[:, None]
+        mask[:, stored:] &= causal
+        output[head] = F.scaled_dot_product_attention(
+            query[head][None],
+            held["keys"][None, None],
+            held["values"][None, None],
+            attn_mask=mask,
+            scale=scaling,
+            enable_gqa=True,
+        )[0]
+    return output.flatten(0, 1)
+
+
+def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
+
+    positions: `[owners]` int32, the token's position, for the owners of these rows.
+    Every page meets its owner's queries where it lies, all pages at once, and the softmax is put together per owner.
+    """
+    head_dim = query.shape[-1]
+    owner, values = pool.owner, pool.buffers["values"]
+    own = (query * scaling).reshape(positions.shape[0], -1, head_dim)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = torch.bmm(own[owner], pool.buffers["keys"].transpose(1, 2)).to(wide)
+    hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
+    logits.masked_fill_(hidden[:, None], -torch.inf)
+    largest = logits.new_full(own.shape[:2], -torch.inf)
+    largest.scatter_reduce_(0, owner[:, None].expand(-1, own.shape[1]), logits.amax(-1), "amax")
+    weights = logits.sub_(largest[owner][:, :, None]).exp_()
+    total = torch.zeros_like(largest).index_add_(0, owner, weights.sum(-1))
+    parts = torch.bmm(weights.to(values.dtype), values).to(wide)
+    output = torch.zeros(own.shape, dtype=wide, device=query.device).index_add_(0, owner, parts)
+    return (output / total[:, :, None]).to(query.dtype).view(query.shape)

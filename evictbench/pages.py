@@ -1,0 +1,268 @@
+"""Pages of entries: how one layer keeps heads of different lengths without room for the longest of them.
+
+Sixteen entries make a page; a page belongs to one KV head of one row, its owner (`row · kv_heads + head`). The host
+knows which pages an owner has; what lies in them is known to the device alone. An owner's entries fill its pages from
+the front, so that no more than the last page of each is partly empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+PAGE = 16
+"""Entries of a page."""
+
+NEVER = 2**31 - 1
+"""The deadline of an entry that stays."""
+
+EMPTY = -1
+"""The position of a slot that holds nothing."""
+
+SPARE = 0.05
+"""Pages in stock, as a share of those in use: above it the pool is made smaller. It grows by a little less."""
+
+
+class PagePool:
+    """The pages of one layer. A slot is named by a number: page · 16 + place in the page.
+
+    buffers: "keys" and "values" `[pages, 16, head_dim]`, as cached; "positions" `[pages, 16]` int32, EMPTY where
+    nothing lies; "deadlines" likewise, the first query position that may no longer see the entry, 0 where nothing
+    lies. owner: `[pages]` int64, 0 for a page that nobody has.
+    length: `[owners]` int64, slots that are filled; newest: the slot of the entry written last; reusable: a slot whose
+    entry no later query sees, -1 where there is none; visible: the entries that the next query sees, without its own.
+    tables: each owner's pages, in order.
+    """
+
+    def __init__(self, owners: int, like: Tensor, count_bytes: Callable[[int], None]) -> None:
+        self._count_bytes = count_bytes
+        device, head_dim = like.device, like.shape[-1]
+        self.buffers: dict[str, Tensor] = {
+            "keys": like.new_empty((0, PAGE, head_dim)),
+            "values": like.new_empty((0, PAGE, head_dim)),
+            "positions": torch.empty((0, PAGE), dtype=torch.int32, device=device),
+            "deadlines": torch.empty((0, PAGE), dtype=torch.int32, device=device),
+        }
+        self.owner = torch.zeros(0, dtype=torch.int64, device=device)
+        self.length, self.newest, self.visible, self.tail = (
+            torch.zeros(owners, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        self.reusable = torch.full_like(self.length, -1)
+        self.tables: list[list[int]] = [[] for _ in range(owners)]
+        self.spare: list[int] = []
+        count_bytes(self.nbytes())
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.owner.device
+
+    @property
+    def pages(self) -> int:
+        """Pages held, in use or in stock."""
+        return self.owner.shape[0]
+
+    def nbytes(self) -> int:
+        """Bytes of its storages."""
+        tensors = (*self.buffers.values(), self.owner, *self._by_owner().values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def _by_owner(self) -> dict[str, Tensor]:
+        names = ("length", "newest", "visible", "tail", "reusable")
+        return {name: getattr(self, name) for name in names}
+
+    # Pages.
+
+    def take(self, wanted: Mapping[int, int]) -> None:
+        """Give owners so many pages more."""
+        total = sum(wanted.values())
+        if total == 0:
+            return
+        if total > len(self.spare):
+            needed = self.pages - len(self.spare) + total
+            self._resize(max(needed, int(needed * (1 + SPARE * 0.8))))
+        taken = [self.spare.pop() for _ in range(total)]
+        owners = [owner for owner, count in wanted.items() for _ in range(count)]
+        for owner, page in zip(owners, taken, strict=True):
+            self.tables[owner].append(page)
+        self.owner[torch.tensor(taken, device=self.device)] = torch.tensor(owners, device=self.device)
+        self._set_tails(wanted)
+
+    def give_back(self, kept: Mapping[int, int]) -> None:
+        """Leave owners so many of their first pages, and put the others in stock."""
+        freed: list[int] = []
+        for owner, count in kept.items():
+            freed += self.tables[owner][count:]
+            del self.tables[owner][count:]
+        if freed:
+            index = torch.tensor(freed, device=self.device)
+            self.buffers["positions"][index] = EMPTY
+            self.buffers["deadlines"][index] = 0
+            self.owner[index] = 0
+            self.spare += freed
+            self._set_tails(kept)
+
+    def trim(self, exactly: bool = False) -> None:
+        """Make the pool as small as its pages in use, if those in stock are too many (or, exactly, if there are any).
+
+        Pages get new numbers.
+        """
+        used = self.pages - len(self.spare)
+        if len(self.spare) <= (0 if exactly else max(1, int(used * SPARE))):
+            return
+        kept = torch.tensor([page for table in self.tables for page in table], dtype=torch.int64, device=self.device)
+        renumbered = torch.zeros(self.pages, dtype=torch.int64, device=self.device)
+        renumbered[kept] = torch.arange(used, device=self.device)
+        for name, old in self.buffers.items():
+            self._replace(name, old[kept])
+        self._count_bytes(-self.owner.untyped_storage().nbytes())
+        self.owner = self.owner[kept]
+        self._count_bytes(self.owner.untyped_storage().nbytes())
+        self.newest = _moved(self.newest, renumbered)
+        self.reusable = torch.where(self.reusable < 0, -1, _moved(self.reusable.clamp(min=0), renumbered))
+        start = 0
+        for owner, table in enumerate(self.tables):
+            self.tables[owner] = list(range(start, start + len(table)))
+            start += len(table)
+        self.spare = []
+        self._set_tails(range(len(self.tables)))
+
+    def _resize(self, pages: int) -> None:
+        old = self.pages
+        for name, buffer in self.buffers.items():
+            new = buffer.new_full((pages, *buffer.shape[1:]), EMPTY if name == "positions" else 0)
+            new[:old] = buffer
+            self._replace(name, new)
+        owner = self.owner.new_zeros(pages)
+        owner[:old] = self.owner
+        self._count_bytes(owner.untyped_storage().nbytes() - self.owner.untyped_storage().nbytes())
+        self.owner = owner
+        self.spare += range(pages - 1, old - 1, -1)
+
+    def _replace(self, name: str, new: Tensor) -> None:
+        self._count_bytes(new.untyped_storage().nbytes())
+        self._count_bytes(-self.buffers[name].untyped_storage().nbytes())
+        self.buffers[name] = new
+
+    def _set_tails(self, owners: Iterable[int]) -> None:
+        """Tell the device which page is each owner's last."""
+        having = [owner for owner in owners if self.tables[owner]]
+        if having:
+            last = torch.tensor([self.tables[owner][-1] for owner in having], device=self.device)
+            self.tail[torch.tensor(having, device=self.device)] = last
+
+    # Entries.
+
+    def table(self, owner: int) -> Tensor:
+        """The pages of an owner, in order, int64."""
+        return torch.tensor(self.tables[owner], dtype=torch.int64, device=self.device)
+
+    def entries(self, owner: int, name: str) -> Tensor:
+        """A copy of what an owner's slots hold in one buffer, in order: `[slots, ...]`, the last page whole."""
+        return self.buffers[name][self.table(owner)].flatten(0, 1)
+
+    def wants_page(self, owners: int) -> Tensor:
+        """`[owners]` bool: whose next entry has no slot to go to."""
+        return (self.reusable[:owners] < 0) & (self.length[:owners] % PAGE == 0)
+
+    def set_newest(self, owners: Tensor | slice, deadlines: Tensor) -> None:
+        """Decide the deadlines of the entries that these owners wrote last; both `[n]`."""
+        self.buffers["deadlines"].view(-1)[self.newest[owners]] = deadlines
+
+    def put(self, owners: int, entries: Mapping[str, Tensor]) -> None:
+        """One new entry for each of the first owners, `[owners, ...]` in every buffer, in place of one that no query
+        sees any more or behind the others. Who `wants_page` must have got one."""
+        reusable, length = self.reusable[:owners], self.length[:owners]
+        target = torch.where(reusable < 0, self.tail[:owners] * PAGE + length % PAGE, reusable)
+        for name, entry in entries.items():
+            self.buffers[name].flatten(0, 1).index_copy_(0, target, entry)
+        length += reusable < 0
+        self.newest[:owners] = target
+
+    def look_ahead(self, following: Tensor) -> None:
+        """Find what the next queries see and what they free. following: `[owners]` int32, their positions."""
+        deadlines, positions = self.buffers["deadlines"], self.buffers["positions"]
+        seen = deadlines > following[self.owner][:, None]
+        self.visible = torch.zeros_like(self.visible).index_add_(0, self.owner, seen.sum(-1))
+        slots = torch.arange(seen.numel(), device=self.device).view(seen.shape)
+        dead = slots.masked_fill(seen | (positions == EMPTY), -1).amax(-1)
+        self.reusable = torch.full_like(self.reusable, -1).scatter_reduce_(0, self.owner, dead, "amax")
+
+    def settle(self, first: int, entries: Mapping[str, Tensor], following: int) -> None:
+        """After a chunk: what no query from `following` on sees gives its place to the chunk's entries that are seen.
+
+        entries: those of the owners from `first` on, one for each item of dimension 0, `[heads, new, ...]` in every
+        buffer. The last of them must be seen.
+        """
+        heads = range(first, first + entries["deadlines"].shape[0])
+        stays = [self.entries(owner, "deadlines") > following for owner in heads]
+        enters = entries["deadlines"] > following
+        lengths = (torch.stack([stay.sum() for stay in stays]) + enters.sum(-1)).tolist()
+        moves: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for head, (owner, stay, length) in enumerate(zip(heads, stays, lengths, strict=True)):
+            late = stay[length:].nonzero()[:, 0] + length
+            coming = enters[head].nonzero()[:, 0]
+            filled = torch.zeros(length, dtype=torch.bool, device=self.device)
+            filled[: stay.shape[0]] = stay[:length]
+            table = self.table(owner)
+            late = table[late // PAGE] * PAGE + late % PAGE
+            moved = {
+                name: torch.cat((self.buffers[name].flatten(0, 1)[late], new[head, coming]))
+                for name, new in entries.items()
+            }
+            moves.append(((~filled).nonzero()[:, 0], moved))
+        sizes = {owner: -(-length // PAGE) for owner, length in zip(heads, lengths, strict=True)}
+        self.give_back({owner: size for owner, size in sizes.items() if size < len(self.tables[owner])})
+        self.take({owner: size - len(self.tables[owner]) for owner, size in sizes.items()})
+        for owner, length, (places, moved) in zip(heads, lengths, moves, strict=True):
+            slots = (self.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
+            for name, values in moved.items():
+                self.buffers[name].flatten(0, 1)[slots[places]] = values
+            self.buffers["positions"].view(-1)[slots[length:]] = EMPTY
+            self.buffers["deadlines"].view(-1)[slots[length:]] = 0
+            self.newest[owner] = slots[places[-1]]
+        span = slice(heads.start, heads.stop)
+        self.length[span] = torch.tensor(lengths, device=self.device)
+        self.visible[span] = self.length[span]
+        self.reusable[span] = -1
+
+    # Rows.
+
+    def copy_from(self, other: PagePool, first: int) -> None:
+        """Give the owners from `first` on, who have nothing yet, what the owners of another pool have."""
+        self.take({first + owner: len(table) for owner, table in enumerate(other.tables)})
+        renumbered = torch.zeros(other.pages, dtype=torch.int64, device=self.device)
+        for owner, table in enumerate(other.tables):
+            theirs, mine = torch.tensor(table), torch.tensor(self.tables[first + owner])
+            renumbered[theirs.to(self.device)] = mine.to(self.device)
+            for name, buffer in self.buffers.items():
+                buffer[mine.to(self.device)] = other.buffers[name][theirs.to(other.device)].to(self.device)
+        span = slice(first, first + len(other.tables))
+        for name, mine in self._by_owner().items():
+            if name != "tail":
+                theirs = getattr(other, name).to(self.device)
+                if name in ("newest", "reusable"):
+                    theirs = torch.where(theirs < 0, -1, _moved(theirs.clamp(min=0), renumbered))
+                mine[span] = theirs
+
+    def move_owners(self, source: int, target: int, count: int) -> None:
+        """Free what `count` owners from `target` on have, and give them what those from `source` on have."""
+        self.give_back({target + i: 0 for i in range(count)})
+        if source != target:
+            for i in range(count):
+                pages = self.table(source + i)
+                self.tables[target + i], self.tables[source + i] = self.tables[source + i], []
+                self.owner[pages] = target + i
+            for tensor in self._by_owner().values():
+                tensor[target : target + count] = tensor[source : source + count].clone()
+        self.length[source : source + count] = 0
+        self.reusable[source : source + count] = -1
+
+
+def _moved(slots: Tensor, renumbered: Tensor) -> Tensor:
+    """Slots by the pages' new numbers."""
+    if renumbered.numel() == 0:
+        return slots
+    return renumbered[slots // PAGE] * PAGE + slots % PAGE

@@ -1,0 +1,207 @@
+"""DMS: a gate decides token by token, and a token that it marks is dropped when it leaves the window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from evictbench.errors import UserError
+from evictbench.policy import Arriving, ModelShape, Policy
+
+from .allotment import OFF, Calibration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from evictbench.taps import Tap
+    from evictbench.weights import Weights
+
+    from .gate import BorrowedGate, SeparateGate
+
+
+@dataclass(frozen=True)
+class Settings:
+    """window: a marked token at t is seen by the queries up to t + window. sinks: first positions that no mark touches.
+    gate: "separate" (trained weights beside a frozen model), "borrowed" (a channel of the queries of a model that was
+    trained so); auto: borrowed where the model's config has a `dms_window_size`. alpha_per: decisions for each KV head,
+    or one for all heads of a layer. None: as the model's config or the weights' card has it.
+    """
+
+    window: int | None = None
+    sinks: int | None = None
+    gate: Literal["auto", "separate", "borrowed"] = "auto"
+    alpha_per: Literal["head", "layer"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UserError(f"dms: window must be 1 or more, not {self.window}.")
+        if self.sinks is not None and self.sinks < 0:
+            raise UserError(f"dms: sinks must be 0 or more, not {self.sinks}.")
+
+
+class DMS(Policy):
+    """Łańcucki et al., arXiv 2506.05345 (NeurIPS 2025), and the authors' inference code (Model-Optimizer, dms).
+
+    The logit z read at token t + 1 governs token t: z > threshold marks it, and a marked entry is seen by queries up to
+    t + window and by none after them; its slot then takes a new entry. Heads keep as many entries as they want, in the
+    prompt as in decode. Nothing else is protected, unless `sinks` says so.
+
+    Deviations: the threshold is 0 as published only for a budget of the share that the model was trained for. Another
+    budget moves it, by the calibration in the weights' card, so that one gate serves many shares; it is aimed at the
+    length of each row's prompt. The official cache stores blocks of 256 entries, this one pages of 16. A budget of the
+    whole text switches eviction off; a borrowed channel is zeroed even then.
+    """
+
+    name = "dms"
+    summary = "a trained gate marks tokens, which are dropped when they leave the window; heads differ in length"
+    paper = "arXiv 2506.05345"
+    Config = Settings
+    prefill = "bounded"
+    ragged = True
+    learned = True
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._window: int | None = self.config.window
+        self._sinks: int | None = self.config.sinks
+        self._alpha_per: Literal["head", "layer"] | None = self.config.alpha_per
+        self._calibration: Calibration | None = None
+        self._gate: SeparateGate | BorrowedGate | None = None
+
+    @property
+    def guarded(self) -> bool:
+        """The budget is aimed at and not enforced: a row stands at what it was measured to keep."""
+        return False
+
+    @property
+    def sinks(self) -> int:
+        """The first positions, never evicted."""
+        return self._sinks or 0
+
+    @property
+    def reach(self) -> int:
+        """The window: a marked token at t is seen by queries up to t + reach."""
+        if self._window is None:
+            raise UserError("dms has no window: the model's config names none, so give one, as in dms:window=256.")
+        return self._window
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether the gate is a channel of the model's own queries; no weights are needed then."""
+        from .gate import BorrowedGate
+
+        return self.config.gate == "borrowed" or isinstance(self._gate, BorrowedGate)
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether trained weights have to come in with `use`, once the model's config is known (`fit`)."""
+        return not self.borrowed
+
+    @property
+    def taps(self) -> frozenset[Tap]:
+        """A layer's input for the separate gate, its queries before rotation for the borrowed one."""
+        return frozenset({"pre_rope_queries"} if self.borrowed else {"residual"})
+
+    def minimum_budget(self, shape: ModelShape) -> int:
+        """Anything: what a share of the text comes to is checked against the calibration."""
+        return 1
+
+    def fit(self, config: Any) -> None:
+        """Window, gate and trained share of a checkpoint that was trained to borrow a channel."""
+        text = config.get_text_config(decoder=True)
+        window = getattr(text, "dms_window_size", None)
+        separate = self.config.gate == "separate" or getattr(text, "dms_separate_alpha", False)
+        if separate or (window is None and self.config.gate != "borrowed"):
+            return
+        from .gate import BorrowedGate
+
+        if self._window is None and window is not None:
+            self._window = int(window)
+        if self._alpha_per is None:
+            self._alpha_per = getattr(text, "dms_alpha_per", None) or "head"
+        self._gate = BorrowedGate(ModelShape.of(config).kv_heads, shared=self._alpha_per == "layer")
+        ratio = getattr(text, "dms_cr", None)
+        if self._calibration is None and ratio:
+            self._calibration = Calibration.published(float(ratio))
+
+    def use(self, weights: Weights, shape: ModelShape) -> None:
+        """Take the separate gate's `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`, and the
+        card's window, sinks and calibration where no setting says otherwise."""
+        from .gate import SeparateGate
+
+        card: Mapping[str, Any] = {**weights.card, **(weights.card.get("settings") or {})}
+        weight, bias = (weights.tensors.get(name) for name in ("weight", "bias"))
+        wanted = (shape.layers, shape.kv_heads)
+        if weight is None or bias is None or tuple(weight.shape[:2]) != wanted or tuple(bias.shape) != wanted:
+            raise UserError(
+                f"The weights {weights.origin} are not a gate of {shape.layers} layers with {shape.kv_heads} KV heads."
+            )
+        self._gate = SeparateGate(weight.float(), bias.float(), float(card.get("epsilon", 1e-6)))
+        if self._window is None and card.get("window") is not None:
+            self._window = int(card["window"])
+        if self._sinks is None:
+            self._sinks = int(card.get("sinks", 0))
+        if self._alpha_per is None:
+            self._alpha_per = card.get("alpha_per", "head")
+        if weights.card.get("calibration"):
+            self._calibration = Calibration.of(weights.card["calibration"])
+
+    def allot(self, share: float, length: int) -> float:
+        """The threshold that keeps this share of a text of `length` tokens, by the calibration; OFF for all of it.
+
+        Raises UserError for a share that the calibration does not reach.
+        """
+        if share >= 1:
+            return OFF
+        if self._calibration is None:
+            raise UserError(
+                "dms knows no threshold for a budget: its weights' card has no calibration, and the model's config no "
+                "dms_cr. Only --budget 100% can be had, which evicts nothing."
+            )
+        return self._calibration.threshold(share, length, protected=self.sinks + self.reach + 1)
+
+    def read(self, layer: int, name: Tap, tensor: Tensor) -> Tensor:
+        """The gate's logits, `[rows, kv_heads, new]`."""
+        from .gate import BorrowedGate
+
+        if self._gate is None:
+            raise UserError("dms with a separate gate needs trained weights (--weights), and has none.")
+        if isinstance(self._gate, BorrowedGate):
+            return self._gate.logits(tensor)
+        z = self._gate.logits(layer, tensor)
+        return z[:, :1].expand_as(z) if self._alpha_per == "layer" else z
+
+    def before_rotation(self, queries: Tensor) -> Tensor | None:
+        """The borrowed channel is zeroed before the rotation."""
+        from .gate import BorrowedGate
+
+        return self._gate.without_channel(queries, heads_at=2) if isinstance(self._gate, BorrowedGate) else None
+
+    def after_rotation(self, queries: Tensor) -> Tensor:
+        """And after it, because the rotation mixes channels."""
+        from .gate import BorrowedGate
+
+        return self._gate.without_channel(queries, heads_at=1) if isinstance(self._gate, BorrowedGate) else queries
+
+    def expiry(self, arriving: Arriving) -> Tensor:
+        """Each new token decides about the one before it; the last one's own mark is pending."""
+        assert arriving.read is not None
+        return governed(arriving.read > arriving.allotted[:, None, None], arriving.positions, self.sinks, self.reach)
+
+
+def governed(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tensor:
+    """Deadlines of marks that come one token late: `[rows, kv_heads, 1 + new]` int32, NEVER where nothing is marked.
+
+    marks: `[rows, kv_heads, new]` bool, of the tokens at positions `[rows, new]`, -1 for padding in front. The mark at
+    position p governs the token at p - 1, which is seen by queries up to p - 1 + window. The result's first item is
+    that of the token before the new ones.
+    """
+    import torch
+
+    from evictbench.pages import NEVER
+
+    expires = torch.where(marks & (positions > sinks)[:, None], (positions + window)[:, None], NEVER).to(torch.int32)
+    first = (positions < 0).sum(-1).clamp(max=positions.shape[1] - 1)
+    before = expires.gather(2, first[:, None, None].expand(-1, marks.shape[1], 1))
+    return torch.cat((before, expires[:, :, 1:], torch.full_like(before, NEVER)), dim=-1)
