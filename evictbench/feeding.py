@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
+from evictbench.foresight import watch_dense_run
 from evictbench.paged import PagedCache
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ class Feeder:
         self.budget = budget
         self.prefill = prefill
         self.chunk = chunk
-        self.foresee: Callable[[Sequence[int]], list[Tensor]] = partial(policy.foresee, model)
+        self.foresee: Callable[[Sequence[int]], list[Tensor]] = lambda tokens: policy.foresee(
+            partial(watch_dense_run, model, tokens)
+        )
         # The argument was renamed in transformers 5.24.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 

@@ -13,9 +13,12 @@ from evictbench.attention import use
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Watch = Callable[[int, Tensor, Tensor, float], None]
-"""Hears of every layer: its number, query `[1, heads, tokens, head_dim]`, key `[1, kv_heads, tokens, head_dim]` (both
-rotated), and the scaling of their products."""
+Watch = Callable[[int, Tensor, Tensor, Tensor, float], None]
+"""Hears of every layer: its number, query `[1, heads, tokens, head_dim]` and key `[1, kv_heads, tokens, head_dim]`,
+both rotated, the value, and the scaling of query times key."""
+
+DenseRun = Callable[[Watch], None]
+"""A dense run over one text: shows every layer, the first one first."""
 
 
 def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch) -> None:
@@ -28,7 +31,7 @@ def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch)
     def look(
         layer: int, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor | None:
-        watch(layer, query, key, scaling)
+        watch(layer, query, key, value, scaling)
         return None
 
     with torch.no_grad():

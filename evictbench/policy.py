@@ -7,14 +7,15 @@ score per slot, keeps the best, and frees the rest. A new score-based policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
+
+    from evictbench.foresight import DenseRun
 
     from evictbench.taps import Tap
 
@@ -239,7 +240,7 @@ class Policy:
         """The tensors that travel with the entries, by name."""
         return {}
 
-    def foresee(self, model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
+    def foresee(self, run: DenseRun) -> list[Tensor]:
         """What a dense run over a text says of its tokens, `[kv_heads, tokens]` float32 a layer (if it foresees)."""
         raise NotImplementedError(f"{type(self).__name__} does not foresee")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,8 @@ from evictbench.policy import GROUP_DIM, Entering, ModelShape, Policy, Shares, S
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+
+    from evictbench.foresight import DenseRun
 
 LEAST_LABEL = -(2.0**20)
 """The label of a token that nothing attends to from behind the window; a float32 logarithm is never so low."""
@@ -80,20 +81,19 @@ class Oracle(Policy):
         """The last positions, never evicted."""
         return int(self.config.window)
 
-    def foresee(self, model: PreTrainedModel, tokens: Sequence[int]) -> list[Tensor]:
+    def foresee(self, run: DenseRun) -> list[Tensor]:
         """The log-label of every token, `[kv_heads, tokens]` float32 a layer; equal rows where a set is shared."""
-        from evictbench.foresight import watch_dense_run
         from evictbench.future import future_attention
 
         labels: list[Tensor] = []
 
-        def watch(layer: int, query: Tensor, key: Tensor, scaling: float) -> None:
+        def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
             config = self.config
             found = future_attention(query, key, window=config.window, scaling=scaling, label=config.label)
             found = found.amax(GROUP_DIM)[0]
             labels.append(found if config.shares == "head" else self._shared(found).expand_as(found))
 
-        watch_dense_run(model, tokens, watch)
+        run(watch)
         if self.config.shares == "model":
             import torch
 

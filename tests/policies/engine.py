@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evictbench.cache import EvictionCache
+from evictbench.foresight import watch_dense_run
 from evictbench.policy import ModelShape, Policy
 from twin.cases import Case
 
@@ -44,7 +46,7 @@ def run_case(case: Case, policy: Policy) -> EngineTrace:
     cache = EvictionCache(model, policy, budget, prefill=case.prefill, prompt_length=end)
     if policy.foresees:
         forced = () if isinstance(case.new_tokens, int) else case.new_tokens
-        cache.foretell(policy.foresee(model, [*case.prompt, *forced]))
+        cache.foretell(policy.foresee(partial(watch_dense_run, model, [*case.prompt, *forced])))
     trace = EngineTrace(list(case.prompt))
 
     def feed(tokens: list[int]) -> int:

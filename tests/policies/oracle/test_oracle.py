@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from evictbench.budget import Budget
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.fidelity import Comparison, Text, evaluate
+from evictbench.foresight import DenseRun, watch_dense_run
 from evictbench.generation import Generator, Request
 from evictbench.policies.full import Full
 from evictbench.policies.oracle import LEAST_LABEL, UNLABELLED, Oracle
@@ -54,11 +56,11 @@ def test_policy_equals_its_twin(case: Case) -> None:
 class NearFuture(Oracle):
     """Attention from inside the window counts too."""
 
-    def foresee(self, model: Any, tokens: Any) -> list[Tensor]:
+    def foresee(self, run: DenseRun) -> list[Tensor]:
         config = self.config
         object.__setattr__(self, "config", replace(config, window=1 if config.window > 1 else 2))
         try:
-            return super().foresee(model, tokens)
+            return super().foresee(run)
         finally:
             object.__setattr__(self, "config", config)
 
@@ -66,16 +68,16 @@ class NearFuture(Oracle):
 class OtherLabel(Oracle):
     """The mean for the maximum, and the other way round."""
 
-    def foresee(self, model: Any, tokens: Any) -> list[Tensor]:
+    def foresee(self, run: DenseRun) -> list[Tensor]:
         other = replace(self.config, label="max" if self.config.label == "mean" else "mean")
-        return Oracle(other).foresee(model, tokens)
+        return Oracle(other).foresee(run)
 
 
 class OwnLabels(Oracle):
     """Heads that share a kept set do not share their labels."""
 
-    def foresee(self, model: Any, tokens: Any) -> list[Tensor]:
-        return Oracle(replace(self.config, shares="head")).foresee(model, tokens)
+    def foresee(self, run: DenseRun) -> list[Tensor]:
+        return Oracle(replace(self.config, shares="head")).foresee(run)
 
 
 class NewestFirst(Oracle):
@@ -109,7 +111,7 @@ def test_a_wrong_oracle_is_found(wrong: type[Oracle]) -> None:
 @pytest.mark.parametrize("shares", ["head", "layer", "model"])
 def test_labels_equal_the_loops(label: Any, shares: Any) -> None:
     model, tokens = tiny_model(kv_heads=2, groups=3), random_tokens(30, 5)
-    found = Oracle(Oracle.Config(label=label, shares=shares, window=4)).foresee(model, tokens)
+    found = Oracle(Oracle.Config(label=label, shares=shares, window=4)).foresee(partial(watch_dense_run, model, tokens))
     expected = twin.labels(model, tokens, label, shares, 4)
     for (layer, kv_head), values in expected.items():
         for token, value in enumerate(values):
