@@ -192,6 +192,28 @@ def random_weights(seed: int, layers: int, kv_heads: int, d: int, memory: bool) 
     return [[head() for _ in range(kv_heads)] for _ in range(layers)]
 
 
+def tensors(heads: list[HeadWeights]) -> dict[str, Tensor]:
+    """Stacked over heads `[heads, ...]`, as the modules under test store them: matrices multiply from the right."""
+    found = {
+        "shift": [head.shift for head in heads],
+        "scale": [head.scale for head in heads],
+        "w1": [head.w1.T for head in heads],
+        "b1": [head.b1 for head in heads],
+        "w2": [head.w2 for head in heads],
+        "b2": [head.b2 for head in heads],
+    }
+    if heads[0].wq is not None:
+        found["wq"] = [_there(head.wq).T for head in heads]
+        found["gates"] = [torch.stack([_there(head.input_gate), _there(head.forget_gate)], dim=-1) for head in heads]
+        found["gate_bias"] = [torch.stack([_there(head.input_bias), _there(head.forget_bias)]) for head in heads]
+    return {name: torch.stack(parts) for name, parts in found.items()}
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
 @lru_cache(maxsize=100_000)
 def _priority(rule: KVpop, record: Record, layer: int, kv_head: int, t: int) -> float:
     weights = rule.weights(record)[layer][kv_head]
