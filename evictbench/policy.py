@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.foresight import DenseRun
-
     from evictbench.taps import Tap
 
 Signal = Literal["last_query_probs", "window_probs", "mass"]
