@@ -27,7 +27,9 @@ def in_words(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
         f"# {data['policy']}{' ' * bool(data['variant'])}{data['variant']} for {base['name']}",
         "",
         f"Trained weights of the KV-cache eviction policy `{data['policy']}`{variant}: "
-        f"{sum(tensor.numel() for tensor in tensors.values()):,} numbers in {len(tensors)} tensors, {size:,} bytes.",
+        f"{sum(tensor.numel() for tensor in tensors.values()):,} numbers, {size:,} bytes."
+        if tensors
+        else f"A model trained to live with the KV-cache eviction policy `{data['policy']}`, which has no weights.",
         f"Base model: `{base['name']}` ({shape}; {base['sha256']}). "
         + (
             "No tensor's shape depends on the model: they load on any, and results then name this one."
@@ -35,7 +37,8 @@ def in_words(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
             else "They load on models of this shape only."
         ),
         "",
-        f"    evictbench run --policy {_named(data)} --weights FOLDER --model MODEL --budget 256 --suite SUITE",
+        f"    evictbench run --policy {_named(data)} {'--weights FOLDER ' if tensors else ''}--model MODEL "
+        "--budget 256 --suite SUITE",
     ]
     if finetuned := data.get("finetuned"):
         lines += [
@@ -63,7 +66,7 @@ def _named(data: Mapping[str, Any]) -> str:
 
 
 def _items(content: Mapping[str, Any]) -> list[str]:
-    return [f"- {name.replace('_', ' ')}: {_said(value)}" for name, value in content.items() if value is not None]
+    return [f"- {name.replace('_', ' ')}: {_said(value)}" for name, value in content.items() if value not in (None, {})]
 
 
 def _said(value: Any) -> str:

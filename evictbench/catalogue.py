@@ -39,6 +39,7 @@ def policies() -> list[Row]:
                 "paper": policy.paper,
                 "settings": {field.name: getattr(default, field.name) for field in fields(default)},
                 "budget": policy.needs_budget,
+                "learned": policy.learned,
                 "prefill": policy.prefill,
                 "shares": policy.shares,
                 "signals": sorted(policy.signals),

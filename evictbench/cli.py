@@ -14,11 +14,12 @@ from evictbench.errors import UserError
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
 LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
+TRAIN_EXAMPLE = "evictbench train --policy kvpop --data texts.jsonl --steps 500 --out kvpop-mine"
 
 app = typer.Typer(
     name="evictbench",
     help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
-    epilog="\n\n".join(("Examples:", RUN_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)),
+    epilog="\n\n".join(("Examples:", RUN_EXAMPLE, TRAIN_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)),
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -71,6 +72,10 @@ def run(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Samples per task. Default: the suite's.")] = None,
     model: Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")] = "smollm2",
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
+    ] = None,
     question: Annotated[
         str,
         typer.Option(help="Is the question there while the context is compressed? seen, unseen, default."),
@@ -119,6 +124,58 @@ def run(
     from evictbench.settings import Settings
 
     raise typer.Exit(run_and_show(Settings(**given), as_json))
+
+
+@app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
+def train(
+    policy: Annotated[str, typer.Option(help="A policy that can be trained, with its settings if need be.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Texts: a file or folder (jsonl, json, parquet, txt), a hub dataset, or the policy's own."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for weights, log and checkpoints.")],
+    model: Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")] = "smollm2",
+    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000,
+    budget: Annotated[str, typer.Option(help="Cache entries per KV head; of a comma list each batch draws one.")] = (
+        "256"
+    ),
+    window: Annotated[int, typer.Option(help="Recent tokens that are always kept.")] = 32,
+    recipe: Annotated[str | None, typer.Option(help="Settings of the policy's own training: ratio=8,ramp=500.")] = None,
+    finetune: Annotated[
+        bool, typer.Option("--finetune", help="Train the model too, to match its dense self under eviction.")
+    ] = False,
+    lr: Annotated[float, typer.Option(help="Highest learning rate of the scorer.")] = 1e-3,
+    model_lr: Annotated[float, typer.Option(help="Learning rate of the model (--finetune).")] = 8e-5,
+    length: Annotated[int, typer.Option(help="Tokens per block of text, at most.")] = 2048,
+    no_pack: Annotated[
+        bool, typer.Option("--no-pack", help="One text a block, left as it is where shorter than --length.")
+    ] = False,
+    blocks: Annotated[int | None, typer.Option(help="Use at most so many blocks. Default: all the steps see.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(help="Blocks not trained on, for the loss at the end and calibration.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Blocks in one forward pass of one process.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Forward passes to a step.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    weights_dtype: Annotated[str, typer.Option(help="Save the weights as float32 or float16.")] = "float32",
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for features of the frozen model. Default: in --out.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    as_json: Json = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train a learned policy's weights; the same command again goes on where it was stopped."""
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
+    from evictbench.train_command import train_and_show
+    from evictbench.train_settings import Settings
+
+    raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json))
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")

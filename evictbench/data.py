@@ -201,7 +201,7 @@ def _from_hub(dataset: Dataset) -> tuple[list[Record], str]:
     """Records and origin. A hub out of reach is given up within seconds, and its cache asked."""
     reason = _unreachable()
     try:
-        with _asking_the_cache_alone(reason is not None):
+        with asking_the_cache_alone(reason is not None):
             return _hub_file(dataset) if dataset.hub_file else _hub_split(dataset)
     except UserError:
         raise
@@ -258,7 +258,7 @@ def _hub_file(dataset: Dataset) -> tuple[list[Record], str]:
 
 
 @contextmanager
-def _asking_the_cache_alone(yes: bool) -> Iterator[None]:
+def asking_the_cache_alone(yes: bool) -> Iterator[None]:
     """`datasets` then does not try a hub that is known to be out of reach again and again for half a minute."""
     import datasets
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench import devices, models, records, tasks, thinking
+from evictbench import devices, models, records, tasks, thinking, weights
 from evictbench.errors import UserError
 from evictbench.policy import ModelShape
 from evictbench.prompts import Planned, Prompts
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Plan:
     """One cell, ready to run: nothing is left to check, and no weight is loaded.
 
-    model: the name in results. chat: whether prompts are in the chat template, where the task allows it.
+    weights: what a learned policy has been given. model: the name in results. chat: whether prompts are in the chat
+    template, where the task allows it.
     prompts go round the tasks, and come to the next repeat when every document has had this one, so that a run
     stopped early has some of each.
     identity: what the fingerprint, and with it the folder, is made of.
@@ -39,6 +40,7 @@ class Plan:
     settings: Settings
     checked: Checked
     policy: Policy
+    weights: weights.Weights | None
     source: models.Source
     model: str
     dtype: str
@@ -87,6 +89,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     chat, own_chat = _chat(settings, checked, tokenizer, model)
     thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     policy = checked.chosen.policy(checked.chosen.config)
+    trained = _weights(settings, policy, source, model, ModelShape.of(config), phase) if policy.learned else None
     least = policy.minimum_budget(ModelShape.of(config))
     if checked.budget is not None and checked.budget.tokens is not None:
         _check_least(checked, checked.budget.tokens, least, model)
@@ -117,6 +120,8 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         "weights": models.weights_hash(source),
         "dtype": dtype,
     }
+    if trained is not None:
+        identity["policy"]["weights"] = trained.identity
     folder = records.run_folder(
         settings.out,
         checked.suite.name,
@@ -129,6 +134,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         settings=settings,
         checked=checked,
         policy=policy,
+        weights=trained,
         source=source,
         model=model,
         dtype=dtype,
@@ -144,6 +150,22 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         cut=prompts.cut,
         overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
     )
+
+
+def _weights(
+    settings: Settings,
+    policy: Policy,
+    source: models.Source,
+    model: str,
+    shape: ModelShape,
+    phase: Callable[[str], None],
+) -> weights.Weights:
+    """A learned policy's weights, found and taken by it."""
+    phase("identifying the weights")
+    found = weights.find(policy, settings.weights, model, models.weights_hash(source), shape)
+    taker: Any = policy
+    taker.use(found, shape)
+    return found
 
 
 def _chat(settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:

@@ -117,6 +117,30 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> User
     return UserError(f"Unknown {kind} {name!r}{where}: {hint}")
 
 
+def read_settings(kind: type[Any], settings: str, owner: str, before: str) -> Any:
+    """An instance of the dataclass `kind` from "window=8,label=max". For sentences: `owner` is whose settings they are,
+    `before` what is written before them on the command line."""
+    types = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    chosen: dict[str, Any] = {}
+    for piece in filter(None, (part.strip() for part in settings.split(","))):
+        key, equals, value = (part.strip() for part in piece.partition("="))
+        if key not in known:
+            raise unknown("setting", key, known, f" of {owner}")
+        if not equals:
+            raise UserError(f"The setting {key} of {owner} has no value: write {before}{key}=...")
+        if key in chosen:
+            raise UserError(f"The setting {key} of {owner} is given twice.")
+        try:
+            chosen[key] = _value(value, types[key])
+        except ValueError as error:
+            raise UserError(f"The setting {key} of {owner} takes {error}, and not {value!r}.") from None
+    try:
+        return kind(**chosen)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The settings of {owner} are not possible: {_one_line(error)}.") from error
+
+
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
@@ -175,25 +199,7 @@ def _policy_class(cls: Any, name: str) -> type[Policy]:
 
 
 def _config(policy: type[Policy], settings: str) -> Any:
-    types = get_type_hints(policy.Config)
-    known = [field.name for field in fields(policy.Config)]
-    chosen: dict[str, Any] = {}
-    for piece in filter(None, (part.strip() for part in settings.split(","))):
-        key, equals, value = (part.strip() for part in piece.partition("="))
-        if key not in known:
-            raise unknown("setting", key, known, f" of {policy.name}")
-        if not equals:
-            raise UserError(f"The setting {key} of {policy.name} has no value: write {policy.name}:{key}=...")
-        if key in chosen:
-            raise UserError(f"The setting {key} of {policy.name} is given twice.")
-        try:
-            chosen[key] = _value(value, types[key])
-        except ValueError as error:
-            raise UserError(f"The setting {key} of {policy.name} takes {error}, and not {value!r}.") from None
-    try:
-        return policy.Config(**chosen)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"The settings of {policy.name} are not possible: {_one_line(error)}.") from error
+    return read_settings(policy.Config, settings, policy.name, f"{policy.name}:")
 
 
 def _value(text: str, kind: Any) -> Any:

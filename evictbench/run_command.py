@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def run_and_show(settings: Settings, as_json: bool) -> int:
     """Run a cell on the terminal; the exit code. Results go to stdout, progress and warnings to stderr."""
-    _quieten()
+    quieten()
     report = console_for(stderr=as_json)
 
     def say(text: str) -> None:
@@ -68,7 +68,7 @@ def _next(plan: Plan) -> str:
     return "evictbench list policies"
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Keep what libraries say about themselves out of the output; --debug lets it through."""
     if "--debug" in sys.argv:
         return

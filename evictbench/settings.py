@@ -37,6 +37,7 @@ class Settings:
     context: int | None = None
     limit: int | None = None
     model: str = "smollm2"
+    weights: str | None = None
     question: str = "default"
     prefill: Prefill = "native"
     chunk: int = 512
@@ -98,6 +99,8 @@ def check(settings: Settings) -> Checked:
     suite = registry.load_suite(settings.suite)
     tasks = _tasks(settings, suite)
     budget = _budget(settings, chosen)
+    if settings.weights is not None and not chosen.policy.learned:
+        raise UserError(f"{chosen.name} is not learned and takes no weights: leave out --weights {settings.weights}.")
     _check_options(settings)
     checked = Checked(
         chosen=chosen,

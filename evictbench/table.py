@@ -32,6 +32,7 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
         ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
+        ("weights", "" if plan.weights is None else str(plan.weights)),
         ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
         ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
         ("protocol", f"{protocol.name}{source}"),

@@ -69,7 +69,7 @@ def find(policy: Policy, where: str | None, model: str, model_sha256: str, shape
     if where is not None:
         return _fitting(load(where), policy, model, model_sha256, shape)
     folders = _bundled(policy)
-    variant = _variant(policy)
+    variant = variant_of(policy)
     chosen = next((folder for folder in folders if folder.name == folder_name(model, variant)), None)
     if chosen is None:
         chosen = next((folder for folder in folders if _serves_any(folder, variant)), None)
@@ -136,7 +136,8 @@ def shape_data(shape: ModelShape) -> dict[str, int]:
     return dataclasses.asdict(shape)
 
 
-def _variant(policy: Policy) -> str:
+def variant_of(policy: Policy) -> str:
+    """Which of a policy's trained weights it wants ("mean"); "" where there is one kind."""
     return str(getattr(policy, "variant", ""))
 
 
@@ -196,7 +197,7 @@ def _fitting(weights: Weights, policy: Policy, model: str, model_sha256: str, sh
     card = weights.card
     if card["policy"] != policy.name:
         raise UserError(f"The weights {weights.origin} are those of {card['policy']}, not of {policy.name}.")
-    wanted = _variant(policy)
+    wanted = variant_of(policy)
     if card["variant"] != wanted:
         raise UserError(
             f"The weights {weights.origin} are {policy.name}'s variant {card['variant'] or 'without a name'!r}, and "
