@@ -1,0 +1,93 @@
+"""DMS's gates: the number that decides, per token and KV head, whether the token before it is evicted.
+
+Both give a logit z, and a decision z > threshold (0 as published). The logit read at token t + 1 governs token t
+(Łańcucki et al., arXiv 2506.05345, and the authors' training and inference code); `governing` does that shift for a
+whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCALE = 100.0
+OFFSET = 5.0
+"""z = SCALE · x - OFFSET: at x = 0, where training starts, nothing is evicted, and small weights decide much."""
+
+
+def logits(raw: Tensor) -> Tensor:
+    """z of what a gate reads, float32 or wider."""
+    return SCALE * _wide(raw) - OFFSET
+
+
+def governing(z: Tensor) -> Tensor:
+    """The logit that governs each token, `[..., tokens]`: the next token's, and 0 for the last, which has none yet.
+
+    The last token lies inside any window, so that its 0 decides nothing.
+    """
+    import torch
+
+    return torch.cat([z[..., 1:], torch.zeros_like(z[..., :1])], dim=-1)
+
+
+@dataclass(frozen=True)
+class SeparateGate:
+    """A gate of its own beside a frozen model: RMSNorm of a layer's input, then one row of weights per KV head.
+
+    weight `[layers, kv_heads, hidden]`, bias `[layers, kv_heads]`, float32 or wider; all zero to begin with. The norm
+    has no gain, which the weight takes up. Deviation from the authors' code: the bias, which it does not have, so that
+    a gate trained on standardised inputs can be written as one on the inputs themselves.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    epsilon: float = 1e-6
+
+    def logits(self, layer: int, hidden: Tensor) -> Tensor:
+        """z `[rows, kv_heads, tokens]` from the layer's input `[rows, tokens, hidden]`."""
+        weight, bias = self.weight[layer].to(hidden.device), self.bias[layer].to(hidden.device)
+        read = normalised(hidden, self.epsilon).to(weight.dtype) @ weight.mT + bias
+        return logits(read).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class BorrowedGate:
+    """A gate inside the queries: the last channel of the first query head of each KV head's group.
+
+    Read after the query norm and before rotation; the model was trained to do without it, so that it is zeroed
+    before the rotation and, since that mixes channels, again after it (`without_channel`). The group's other heads
+    and all keys keep theirs. shared: one decision for a layer, that of its first KV head.
+    """
+
+    kv_heads: int
+    shared: bool = False
+
+    def logits(self, queries: Tensor) -> Tensor:
+        """z `[rows, kv_heads, tokens]` from queries `[rows, tokens, heads, head_dim]`, before rotation."""
+        group = queries.shape[2] // self.kv_heads
+        z = logits(queries[:, :, ::group, -1]).transpose(1, 2)
+        return z[:, :1].expand_as(z) if self.shared else z
+
+    def without_channel(self, queries: Tensor, heads_at: int) -> Tensor:
+        """The queries with the borrowed channel zeroed; heads_at: the dimension that runs over the heads.
+
+        A new tensor: `[rows, tokens, heads, head_dim]` with heads_at 2 before rotation, `[rows, heads, tokens,
+        head_dim]` with heads_at 1 after it.
+        """
+        group = queries.shape[heads_at] // self.kv_heads
+        changed = queries.clone()
+        changed.movedim(heads_at, 0)[::group, ..., -1] = 0
+        return changed
+
+
+def normalised(hidden: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm without a gain over the last dimension, float32 or wider."""
+    hidden = _wide(hidden)
+    return hidden * (hidden.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

@@ -1,0 +1,216 @@
+"""DMS's training: a gate learns what a frozen model can do without, by imitating the model that sees everything.
+
+After Łańcucki et al. (arXiv 2506.05345) and the authors' recipe for a frozen model (Model-Optimizer, experimental/dms):
+beyond the window each key carries the log-probability of not being evicted, the loss is the divergence from the dense
+model and what the closed share falls short of its target, and the target rises with the steps.
+
+Deviations. The inputs of the gate are standardised per channel while it trains, on the model's own text, and the
+result is folded into the weights that are saved: with a scale of 100 the widest channels would decide alone. The
+closed share is counted over the tokens that leave the window within the text, not over all. The divergence is from
+the teacher to the student unless `divergence="reverse"` (the authors' code: reverse, its comments: forward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evictbench.errors import UserError
+from evictbench.learner import Batch, Learner, Losses, Training
+from evictbench.student import Visible, attend_visible
+from evictbench.taps import tapped
+
+from . import gate
+from .recipe import Divergence, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictbench.policy import ModelShape
+
+_HEAD_TOKENS = 128
+"""Tokens whose logits exist at a time."""
+
+
+class DMSLearner(Learner):
+    """The separate gate of every layer, in training.
+
+    weight `[layers, kv_heads, hidden]`, bias `[layers, kv_heads]`: trained, float32, zero at first. centre and scale
+    `[layers, hidden]`: the standardisation of the normalised inputs, set by `begin`.
+    """
+
+    held_out = 8
+    centre: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: ModelShape, training: Training) -> None:
+        super().__init__()
+        self.recipe: Recipe = training.recipe
+        self.window = training.window
+        self.epsilon = float(getattr(training.model, "rms_norm_eps", 1e-6))
+        hidden = int(training.model.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(shape.layers, shape.kv_heads, hidden))
+        self.bias = nn.Parameter(torch.zeros(shape.layers, shape.kv_heads))
+        self.register_buffer("centre", torch.zeros(shape.layers, hidden))
+        self.register_buffer("scale", torch.ones(shape.layers, hidden))
+
+    @torch.no_grad()
+    def begin(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> None:
+        """Set centre and scale to the mean and the inverse spread of each channel over the blocks.
+
+        The sinks are left out: their states are unlike all others.
+        """
+        total, squares, count = torch.zeros_like(self.centre), torch.zeros_like(self.centre), 0
+        for tokens in blocks:
+
+            def take(layer: int, name: str, hidden: Tensor) -> None:
+                states = gate.normalised(hidden[0, self.recipe.sinks :], self.epsilon).to(total.device)
+                total[layer] += states.sum(0)
+                squares[layer] += states.square().sum(0)
+
+            with tapped(model, {"residual"}, take):
+                before_head(model, tokens)
+            count += tokens.shape[1] - self.recipe.sinks
+        self.centre.copy_(total / count)
+        spread = (squares / count - self.centre.square()).clamp(min=0).sqrt()
+        self.scale.copy_(1 / spread.clamp(min=1e-3))
+
+    def logits(self, layer: int, hidden: Tensor) -> Tensor:
+        """z `[rows, kv_heads, tokens]` of the layer's input `[rows, tokens, hidden]`."""
+        device = hidden.device
+        states = gate.normalised(hidden, self.epsilon) - self.centre[layer].to(device)
+        states = states * self.scale[layer].to(device)
+        read = states @ self.weight[layer].to(device).mT + self.bias[layer].to(device)
+        return gate.logits(read).transpose(1, 2)
+
+    def decisions(self, layer: int, hidden: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """The soft decision logits that govern each token, noise included, and the share closed among those counted.
+
+        `[rows, kv_heads, tokens]`, and a scalar whose value is that of the hard decisions and whose gradient is that
+        of the soft ones.
+        """
+        z = gate.governing(self.logits(layer, hidden))
+        soft = (z + noise(seed, layer, z)) / self.recipe.temperature
+        share = soft.sigmoid()
+        share = (soft > 0).to(share.dtype) + share - share.detach()
+        return soft, share[..., self._counted(share.shape[-1])].mean()
+
+    def loss(self, batch: Batch) -> Losses:
+        """Divergence from the dense model, and what the closed share falls short of its target.
+
+        Parts: `kl` in nats a token, over the tokens that some decision can reach; `closed` and `target`, shares of the
+        tokens that leave the window within the text; `compression`, what is missing.
+        """
+        assert batch.model is not None
+        model, tokens = batch.model, batch.tokens
+        first = self._first_reached(tokens)
+        seed = int(torch.randint(2**48, (1,), generator=batch.generator, device=batch.generator.device))
+        with torch.no_grad():
+            teacher = before_head(model, tokens)[:, first:]
+        inputs: dict[int, Tensor] = {}
+        closed: dict[int, Tensor] = {}
+
+        def take(layer: int, name: str, hidden: Tensor) -> None:
+            inputs[layer] = hidden
+
+        def attend(layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+            # Drawn from the seed, so that a layer computed again in the backward pass decides alike.
+            soft, closed[layer] = self.decisions(layer, inputs[layer].to(query.device), seed)
+            return attend_visible(query, key, value, self.softly(F.logsigmoid(-soft)), scaling)
+
+        with tapped(model, {"residual"}, take):
+            student = before_head(model, tokens, dense_attention=attend)[:, first:]
+        kl = distance(model, teacher, student, self.recipe.divergence)
+        share = torch.stack([closed[layer].to(kl.device) for layer in sorted(closed)]).mean()
+        target = self.recipe.target(batch.step, batch.steps)
+        compression = (target - share).clamp(min=0)
+        parts = {"kl": kl.item(), "closed": share.item(), "target": target, "compression": compression.item()}
+        return Losses(kl + compression, parts)
+
+    def softly(self, penalty: Tensor) -> Visible:
+        """All keys, those beyond the window with their penalty `[rows, kv_heads, tokens]`, the sinks without."""
+        length = penalty.shape[-1]
+        sink = torch.arange(length, device=penalty.device) < self.recipe.sinks
+        forever = torch.full((1, 1, length), length + 1, device=penalty.device)
+        return Visible(forever, penalty=penalty.masked_fill(sink, 0.0), window=self.window)
+
+    @torch.no_grad()
+    def calibrate(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> Mapping[str, Any]:
+        """The share kept at a range of thresholds, measured in sparse passes: see `calibration.measured`."""
+        from .calibration import measured
+
+        return measured(model, self.folded(), blocks, sinks=self.recipe.sinks, window=self.window)
+
+    @torch.no_grad()
+    def folded(self) -> gate.SeparateGate:
+        """The gate on the normalised inputs themselves, the standardisation folded into weight and bias."""
+        weight = self.weight * self.scale[:, None]
+        return gate.SeparateGate(weight, self.bias - (weight * self.centre[:, None]).sum(-1), self.epsilon)
+
+    def export(self) -> dict[str, Tensor]:
+        """What is saved: `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`, folded."""
+        found = self.folded()
+        return {"weight": found.weight, "bias": found.bias}
+
+    def card(self) -> Mapping[str, Any]:
+        """What the weights' card says of the gate."""
+        return {"gate": "separate", "epsilon": self.epsilon, "sinks": self.recipe.sinks, "window": self.window}
+
+    def _first_reached(self, tokens: Tensor) -> int:
+        """The first position that some decision can reach; UserError where there is none."""
+        first = self.recipe.sinks + self.window + 1
+        if tokens.shape[1] <= first:
+            raise UserError(f"DMS trains on texts of more than {first} tokens: sinks, window and one more.")
+        return first
+
+    def _counted(self, length: int) -> slice:
+        """The tokens that leave the window within a text."""
+        return slice(self.recipe.sinks, length - 1 - self.window)
+
+
+def noise(seed: int, layer: int, like: Tensor) -> Tensor:
+    """Logistic noise (the difference of two Gumbels) of the shape of `like`, the same for the same seed and layer on
+    any device and however often it is asked for."""
+    generator = torch.Generator().manual_seed(seed * 1_009 + layer)
+    uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    return uniform.logit().to(device=like.device, dtype=like.dtype)
+
+
+def distance(model: PreTrainedModel, teacher: Tensor, student: Tensor, direction: Divergence) -> Tensor:
+    """Mean divergence of next-token distributions, nats a token, from what the output head reads `[rows, tokens,
+    hidden]`. "forward": sum of p (log p - log q) with p the teacher's. A scaling of logits behind the head is left out.
+
+    The gradient reaches `student` alone. It is taken piece by piece at once, so that logits are computed once and
+    never kept.
+    """
+    head: Any = model.get_output_embeddings()
+    count = teacher.shape[:2].numel()
+    total = student.new_zeros((), dtype=torch.float32)
+    pieces = zip(teacher.flatten(0, 1).split(_HEAD_TOKENS), student.flatten(0, 1).split(_HEAD_TOKENS), strict=True)
+    for known, states in pieces:
+        with torch.enable_grad():
+            leaf = states.detach().requires_grad_()
+            p, q = _wide(head(known)).log_softmax(-1), _wide(head(leaf)).log_softmax(-1)
+            if direction == "reverse":
+                p, q = q, p
+            value = F.kl_div(q, p, log_target=True, reduction="sum") / count
+            (slope,) = torch.autograd.grad(value, leaf)
+        # The value of the divergence with its slope in the states.
+        linear = (states * slope).sum()
+        total = total + value.detach() + (linear - linear.detach())
+    return total
+
+
+def before_head(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
+    """What the output head reads of tokens `[rows, tokens]`: `[rows, tokens, hidden]`. options: for the model."""
+    backbone: Any = model.base_model
+    hidden: Tensor = backbone(input_ids=tokens.to(model.device), use_cache=False, **options).last_hidden_state
+    return hidden
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

@@ -1,0 +1,37 @@
+"""What DMS's training can be told (`evictbench train --policy dms --recipe ratio=8,ramp=0.8`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evictbench.errors import UserError
+
+Divergence = Literal["forward", "reverse"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the gate is trained.
+
+    ratio: what the compression ratio, 1 at first, has risen to, step by step, after the share `ramp` of the steps; the
+    target of the closed share is 1 - 1 / ratio. temperature: of the soft decision (z + noise) / temperature. sinks:
+    first positions that no decision touches.
+    """
+
+    ratio: float = 8.0
+    ramp: float = 0.8
+    temperature: float = 0.1
+    sinks: int = 4
+    divergence: Divergence = "forward"
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1 or not 0 < self.ramp <= 1 or self.temperature <= 0 or self.sinks < 0:
+            raise UserError(
+                "DMS trains with a ratio of at least 1, a ramp above 0 and at most 1, a temperature above 0, and sinks "
+                "of 0 or more."
+            )
+
+    def target(self, step: int, steps: int) -> float:
+        """The closed share asked for at a step, from 0."""
+        return 1 - 1 / (1 + (self.ratio - 1) * min(1.0, (step + 1) / (self.ramp * steps)))

@@ -1,0 +1,137 @@
+"""Hidden states read by hooks: what is handed over, what is changed, and that nothing stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import build
+
+from evictbench import attention
+from evictbench.errors import UserError
+from evictbench.taps import TAPS, tapped
+
+pytestmark = pytest.mark.engine
+
+FAMILIES = ["llama", "qwen3", "mistral", "phi3"]
+TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 79, 32, 38, 46]])
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "phi3": {"sliding_window": None, "pad_token_id": 0},
+}
+
+
+def model_of(family: str) -> Any:
+    model = build(family, dtype="float64", **SIZES.get(family, {}))
+    attention.use(model)
+    return model
+
+
+def forward(model: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=TOKENS, use_cache=False, **options).logits
+    return logits
+
+
+def hooks(model: Any) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def rotated(model: Any, queries: torch.Tensor) -> torch.Tensor:
+    """Queries `[rows, queries, heads, head_dim]` turned by the model's own rotation."""
+    import sys
+
+    cos, sin = model.model.rotary_emb(queries, position_ids=torch.arange(queries.shape[1])[None])
+    turn = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    result: torch.Tensor = turn(queries.transpose(1, 2), queries.transpose(1, 2), cos, sin)[0]
+    return result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_handed_over_is_what_the_layers_work_with(family: str) -> None:
+    model = model_of(family)
+    found: dict[tuple[str, int], torch.Tensor] = {}
+    attended: dict[int, torch.Tensor] = {}
+
+    def watch(layer: int, module: Any, query: torch.Tensor, *others: Any) -> None:
+        attended[layer] = query
+
+    with tapped(model, TAPS, lambda layer, name, tensor: found.__setitem__((name, layer), tensor.clone())):
+        forward(model, dense_attention=watch)
+    hidden = model(input_ids=TOKENS, use_cache=False, output_hidden_states=True).hidden_states
+    for index, layer in enumerate(model.model.layers):
+        assert torch.equal(found["residual", index], hidden[index])
+        assert torch.equal(found["normed_hidden", index], layer.input_layernorm(hidden[index]))
+        queries = found["pre_rope_queries", index]
+        assert queries.shape == (2, 6, 4, 16)
+        torch.testing.assert_close(rotated(model, queries), attended[index], atol=1e-6, rtol=0)
+    assert len(found) == 3 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_can_be_changed_and_nothing_else(family: str) -> None:
+    model = model_of(family)
+    attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def watch(
+        layer: int, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Any
+    ) -> None:
+        if layer == 0:
+            attended.append((query, key, value))
+
+    def half(layer: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[:, :, :1] * 0, tensor[:, :, 1:]], dim=2)
+
+    plain = forward(model, dense_attention=watch)
+    with tapped(model, {"pre_rope_queries"}, half):
+        changed = forward(model, dense_attention=watch)
+    (query, key, value), (query_changed, key_changed, value_changed) = attended
+    assert query_changed[:, 0].abs().max() == 0 < query[:, 0].abs().max()
+    assert torch.equal(query_changed[:, 1:], query[:, 1:])
+    assert torch.equal(key_changed, key)
+    assert torch.equal(value_changed, value)
+    assert not torch.allclose(changed, plain)
+    assert torch.equal(forward(model), plain)
+
+
+def test_hooks_are_set_for_what_is_asked_and_always_removed() -> None:
+    model = model_of("llama")
+    assert hooks(model) == 0
+    with tapped(model, {"residual"}, lambda *_: None):
+        assert hooks(model) == 2
+    with tapped(model, (), lambda *_: None):
+        assert hooks(model) == 0
+    with pytest.raises(KeyError), tapped(model, TAPS, lambda *_: None):
+        raise KeyError
+    assert hooks(model) == 0
+
+
+def test_the_input_of_a_checkpointed_layer_is_handed_over_with_its_graph() -> None:
+    model = model_of("llama")
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found: dict[int, torch.Tensor] = {}
+    start = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    embedded = model.get_input_embeddings()(TOKENS).detach() * (1 + start)
+    with tapped(model, {"residual"}, lambda layer, name, tensor: found.__setitem__(layer, tensor)):
+        model(inputs_embeds=embedded, use_cache=False)
+        (slope,) = torch.autograd.grad(found[1].square().sum(), start)
+    assert slope.abs() > 0
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.config = build("llama").config
+    with pytest.raises(UserError, match="hidden states"), tapped(model, {"residual"}, lambda *_: None):  # type: ignore[arg-type]
+        pass
+
+
+def test_fused_projections_that_are_not_known_are_refused() -> None:
+    model = model_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn.query_key_value = layer.self_attn.q_proj
+        del layer.self_attn.q_proj
+    with pytest.raises(UserError, match="queries cannot be read"), tapped(model, {"pre_rope_queries"}, lambda *_: None):
+        pass
+    assert hooks(model) == 0
