@@ -1,0 +1,79 @@
+"""Scoring tokens as they leave the window, with a memory that has seen what followed them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import mlstm
+from .features import unrotated
+from .ranking import priority
+
+if TYPE_CHECKING:
+    from evictbench.policy import Step
+
+    from .scorers import MLSTMScorer
+
+
+def score_leaving(step: Step, scorer: MLSTMScorer, log_gamma: Tensor, window: int) -> None:
+    """Write the new tokens of a pass into the memory, and the priority of each token that no longer stands in the
+    window of the query after one of them into its slot.
+
+    After the query at q, that is token q + 1 - window, if there is one; with a window of 1 it is q itself.
+    """
+    entered = step.entered
+    assert entered.inv_freq is not None
+    asked = step.query_positions  # [rows, new], -1 for padding, which is on the left
+    z = scorer.standardise(unrotated(entered.keys, entered.inv_freq, asked[:, None]), entered.values)
+    key, value, input_gate, log_forget = scorer.write_features(z)
+    state = mlstm.State(*(step.memory[name] for name in ("memory", "normaliser", "stabiliser")))
+    leaving = asked + 1 - window
+    slots, found = _slots_of(leaving, step.positions)
+    at = slots[..., None].expand(-1, -1, -1, step.keys.shape[-1])
+    positions = leaving[:, None].clamp(min=0)
+    keys = unrotated(step.keys.gather(2, at), entered.inv_freq, positions)
+    left = scorer.standardise(keys, step.values.gather(2, at))
+    query = left @ scorer.wq
+    if asked.shape[1] == 1:
+        new = mlstm.step(state, key[:, :, 0], value[:, :, 0], input_gate[:, :, 0], log_forget[:, :, 0])
+        answer = mlstm.read(new, query[:, :, 0])[:, :, None]
+    else:
+        padding = (asked < 0)[:, None]
+        input_gate = input_gate.masked_fill(padding, -torch.inf)
+        log_forget = log_forget.masked_fill(padding, 0.0)
+        answer, new = mlstm.chunked(state, key, value, input_gate, log_forget, query)
+    for held, updated in zip(state, new, strict=True):
+        held.copy_(updated)
+    score = scorer.judge(torch.cat([left, answer], dim=-1))
+    _put(step.state["priority"], slots, found, priority(score, log_gamma, positions))
+
+
+def _slots_of(wanted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Where positions `[rows, new]`, one after the other, lie: slots and whether they are held, `[rows, sets, new]`.
+
+    positions: `[rows, sets, slots]`. What is not held points to slot 0.
+    """
+    rows, sets, slots = positions.shape
+    new = wanted.shape[1]
+    if new == 1:
+        same = positions == wanted[:, None]
+        return same.int().argmax(-1, keepdim=True), same.any(-1, keepdim=True)
+    column = positions - wanted[:, None, -1:] + (new - 1)
+    inside = (column >= 0) & (column < new) & (positions >= 0)
+    column = torch.where(inside, column, new).long()  # one more column takes all others
+    places = torch.arange(slots, device=positions.device).expand(rows, sets, slots)
+    table = places.new_full((rows, sets, new + 1), -1).scatter_(2, column, places)[..., :new]
+    return table.clamp(min=0), table >= 0
+
+
+def _put(target: Tensor, slots: Tensor, found: Tensor, value: Tensor) -> None:
+    """Write `value` into the slots that are found, `[rows, kv_heads, new]`; no slot is named twice among those."""
+    if slots.shape[2] == 1:
+        target.scatter_(2, slots, torch.where(found, value, target.gather(2, slots)))
+        return
+    # Those that are not found all point to slot 0: they go to one column more.
+    wide = torch.cat([target, target[..., :1]], dim=-1)
+    wide.scatter_(2, torch.where(found, slots, target.shape[2]), value)
+    target.copy_(wide[..., :-1])

@@ -1,0 +1,104 @@
+"""The mLSTM memory: gated outer products of value and key features, read with a query (xLSTM, arXiv 2405.04517).
+
+With `i` the input gate's exponent and `log f` the forget gate, for one head:
+
+    m_t = max(log f_t + m_{t-1}, i_t)
+    C_t = exp(log f_t + m_{t-1} - m_t) C_{t-1} + exp(i_t - m_t) value_t key_t^T
+    n_t = exp(log f_t + m_{t-1} - m_t) n_{t-1} + exp(i_t - m_t) key_t
+    read(q) = C_t q / max(|n_t · q|, exp(-m_t))
+
+`step` is that recurrence for one token; `chunked` gives the same for many, as attention inside a chunk and the state
+before it. Both take leading dimensions `[..]` and keep float32 or wider.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EMPTY = -1e4
+"""`m` of a state that has seen nothing: below any gate, and finite, so that no difference of infinities arises."""
+
+CHUNK = 64
+_LARGEST_EXPONENT = 80.0
+
+
+class State(NamedTuple):
+    """memory `[.., head_dim, head_dim]` (value by key), normaliser `[.., head_dim]`, stabiliser `[..]`."""
+
+    memory: Tensor
+    normaliser: Tensor
+    stabiliser: Tensor
+
+
+def empty_state(shape: tuple[int, ...], head_dim: int, device: torch.device, dtype: torch.dtype) -> State:
+    """A state that has seen nothing; shape: the leading dimensions."""
+    return State(
+        torch.zeros((*shape, head_dim, head_dim), device=device, dtype=dtype),
+        torch.zeros((*shape, head_dim), device=device, dtype=dtype),
+        torch.full(shape, EMPTY, device=device, dtype=dtype),
+    )
+
+
+def step(state: State, key: Tensor, value: Tensor, input_gate: Tensor, log_forget: Tensor) -> State:
+    """One token: key, value `[.., head_dim]`; input_gate, log_forget `[..]`; input_gate -inf: nothing is written."""
+    kept = log_forget + state.stabiliser
+    stabiliser = torch.maximum(kept, input_gate)
+    keep, write = (kept - stabiliser).exp(), (input_gate - stabiliser).exp()
+    written = write[..., None] * key
+    return State(
+        keep[..., None, None] * state.memory + value[..., :, None] * written[..., None, :],
+        keep[..., None] * state.normaliser + written,
+        stabiliser,
+    )
+
+
+def read(state: State, query: Tensor) -> Tensor:
+    """What a state answers to a query `[.., head_dim]`: `[.., head_dim]`."""
+    found = (state.memory @ query[..., None])[..., 0]
+    norm = (state.normaliser * query).sum(-1).abs()
+    return found / torch.maximum(norm, (-state.stabiliser).clamp(max=_LARGEST_EXPONENT).exp())[..., None]
+
+
+def chunked(
+    state: State, key: Tensor, value: Tensor, input_gate: Tensor, log_forget: Tensor, query: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, State]:
+    """Many tokens: key, value, query `[.., S, head_dim]`, gates `[.., S]`. Query t reads after token t was written.
+
+    Returns the answers `[.., S, head_dim]` and the state after the last token.
+    """
+    answers = []
+    for start in range(0, key.shape[-2], chunk):
+        part = slice(start, start + chunk)
+        answer, state = _one_chunk(
+            state, key[..., part, :], value[..., part, :], input_gate[..., part], log_forget[..., part],
+            query[..., part, :],
+        )  # fmt: skip
+        answers.append(answer)
+    return (torch.cat(answers, dim=-2) if answers else torch.zeros_like(query)), state
+
+
+def _one_chunk(
+    state: State, key: Tensor, value: Tensor, input_gate: Tensor, log_forget: Tensor, query: Tensor
+) -> tuple[Tensor, State]:
+    length = key.shape[-2]
+    forgotten = log_forget.cumsum(-1)
+    # How much of token s is left after token t, as a logarithm: [.., t, s]; and how much of the state before.
+    left = forgotten[..., :, None] - forgotten[..., None, :] + input_gate[..., None, :]
+    left = left.masked_fill(torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
+    before = forgotten + state.stabiliser[..., None]
+    stabiliser = torch.maximum(left.amax(-1), before)
+    weight = (left - stabiliser[..., None]).exp()
+    carried = (before - stabiliser).exp()
+    looked = weight * (query @ key.transpose(-1, -2))
+    found = looked @ value + carried[..., None] * (query @ state.memory.transpose(-1, -2))
+    norm = looked.sum(-1) + carried * (query @ state.normaliser[..., None])[..., 0]
+    answer = found / torch.maximum(norm.abs(), (-stabiliser).clamp(max=_LARGEST_EXPONENT).exp())[..., None]
+    written = weight[..., -1, :, None] * key
+    return answer, State(
+        carried[..., -1, None, None] * state.memory + value.transpose(-1, -2) @ written,
+        carried[..., -1, None] * state.normaliser + written.sum(-2),
+        stabiliser[..., -1],
+    )

@@ -1,0 +1,146 @@
+"""KVpop's scorers: what says how much a token will be attended to, from its key and value and what followed it.
+
+One network per KV head, all heads at once: parameters `[heads, ...]`, where heads runs over the KV heads of a layer,
+or of several layers together. Inputs are keys turned back to before RoPE and values, standardised channel by channel
+with statistics of the training texts (`shift`, `scale`, not trained). Float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evictbench.errors import UserError
+
+from . import mlstm
+
+FORGET_BIAS = 4.0
+"""The forget gate's first value: a memory of about 50 tokens."""
+
+
+def normal(*shape: int, fan_in: int) -> nn.Parameter:
+    """Normal values of variance 1 / fan_in."""
+    return nn.Parameter(torch.randn(shape) / fan_in**0.5)
+
+
+class MLPScorer(nn.Module):
+    """`r = w2 · SiLU(W1 z + b1) + b2`: KVpop_mlp (arXiv 2607.05061 v2). hidden: the width, which is ours."""
+
+    def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.register_buffer("shift", torch.zeros(heads, 2 * head_dim))
+        self.register_buffer("scale", torch.ones(heads, 2 * head_dim))
+        self.w1 = normal(heads, self.inputs, hidden, fan_in=self.inputs)
+        self.b1 = nn.Parameter(torch.zeros(heads, hidden))
+        self.w2 = normal(heads, hidden, fan_in=hidden)
+        self.b2 = nn.Parameter(torch.zeros(heads))
+
+    shift: Tensor
+    scale: Tensor
+
+    @property
+    def inputs(self) -> int:
+        """What the two layers see."""
+        return 2 * self.head_dim
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], heads: int, head_dim: int, origin: str) -> Self:
+        """A scorer with these tensors, without gradients; UserError where they are another scorer's or model's."""
+        hidden = tensors["b1"].shape[-1] if "b1" in tensors else 0
+        scorer = cls(heads, head_dim, hidden)
+        expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise UserError(
+                    f"The weights {origin} do not fit: {name} is {found.get(name, 'missing')}, and "
+                    f"{expected.get(name, 'nothing')} is expected."
+                )
+        scorer.load_state_dict(dict(tensors))
+        return scorer.requires_grad_(False)
+
+    def part(self, heads: slice, device: torch.device) -> Self:
+        """The scorer of some of the heads, on a device."""
+        tensors = {name: tensor[heads] for name, tensor in self.state_dict().items()}
+        return type(self).of(tensors, tensors["b2"].shape[0], self.head_dim, "part").to(device)
+
+    def standardise(self, keys: Tensor, values: Tensor) -> Tensor:
+        """`z`: `[rows, heads, S, 2 · head_dim]` float32."""
+        features = torch.cat([keys, values], dim=-1).to(self.shift.dtype)
+        return (features - self.shift[:, None]) * self.scale[:, None]
+
+    def measure(self, samples: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Set shift and scale from keys and values `[rows, heads, S, head_dim]` of some texts."""
+        count, total, square = 0, torch.zeros_like(self.shift), torch.zeros_like(self.shift)
+        for keys, values in samples:
+            features = torch.cat([keys.float(), values.float()], dim=-1)
+            count += features.shape[0] * features.shape[2]
+            total += features.sum((0, 2))
+            square += features.square().sum((0, 2))
+        if count:
+            mean = total / count
+            deviation = (square / count - mean.square()).clamp(min=0).sqrt()
+            self.shift.copy_(mean)
+            self.scale.copy_(1 / deviation.clamp(min=1e-4))
+
+    def judge(self, seen: Tensor) -> Tensor:
+        """The two layers: `[rows, heads, S, inputs]` to `[rows, heads, S]`."""
+        hidden = F.silu(seen @ self.w1 + self.b1[:, None])
+        return (hidden @ self.w2[..., None])[..., 0] + self.b2[:, None]
+
+    def forward(self, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
+        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no
+        gradient."""
+        return self.judge(self.standardise(keys.detach(), values.detach()))
+
+
+class MLSTMScorer(MLPScorer):
+    """`r = w2 · SiLU(W1 [z ; h] + b1) + b2`, h what an mLSTM over keys and values answers to a feature of the token
+    when it leaves the window: KVpop (arXiv 2607.05061 v2).
+
+    The paper gives neither gates nor dimensions. Ours: key feature `z[:head_dim] / sqrt(head_dim)`, value feature
+    `z[head_dim:]`, query `Wq z`, gates linear in z, input gate exponential, forget gate a sigmoid; one
+    head_dim x head_dim memory per KV head. A token is read for after `window - 1` more tokens: the cache makes room
+    before the next one is known.
+    """
+
+    def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
+        super().__init__(heads, head_dim, hidden)
+        self.wq = normal(heads, 2 * head_dim, head_dim, fan_in=2 * head_dim)
+        self.gates = nn.Parameter(torch.zeros(heads, 2 * head_dim, 2))
+        self.gate_bias = nn.Parameter(torch.tensor([0.0, FORGET_BIAS]).repeat(heads, 1))
+
+    @property
+    def inputs(self) -> int:
+        """What the two layers see."""
+        return 3 * self.head_dim
+
+    def write_features(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Key feature, value feature, input gate's exponent and log of the forget gate of tokens `[.., S, 2d]`."""
+        gates = z @ self.gates + self.gate_bias[:, None]
+        key, value = z.split(self.head_dim, dim=-1)
+        return key / self.head_dim**0.5, value, gates[..., 0], F.logsigmoid(gates[..., 1])
+
+    def forward(self, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
+        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no
+        gradient. Tokens that the text's end finds in the window are read for after its last token."""
+        z = self.standardise(keys.detach(), values.detach())
+        rows, heads, length, _ = z.shape
+        key, value, input_gate, log_forget = self.write_features(z)
+        state = mlstm.empty_state((rows, heads), self.head_dim, z.device, z.dtype)
+        query = z @ self.wq
+        behind = max(0, window - 1)
+        # Token t is read for after token t + behind.
+        reading = F.pad(query, (0, 0, min(behind, length), 0))[:, :, :length]
+        answer, state = mlstm.chunked(state, key, value, input_gate, log_forget, reading)
+        answered = answer[:, :, behind:]
+        if answered.shape[2] < length:
+            rest = query[:, :, answered.shape[2] :]
+            last = mlstm.State(*(part[:, :, None] for part in state))
+            answered = torch.cat([answered, mlstm.read(last, rest)], dim=2)
+        return self.judge(torch.cat([z, answered], dim=-1))

@@ -1,0 +1,123 @@
+"""The texts that the bundled weights are trained on: `python -m training.texts --data-dir DATA --out FOLDER`.
+
+Three kinds, each a block of about 1,024 tokens: solved GSM8K problems of the train split, pieces of Emerson's essays,
+and RULER needle prompts in the chat template, asked several times over. The needles' seeds lie far from any that a
+run uses, and their keys are put together from words of the essays that RULER's own word lists do not hold, so that no
+prompt, word or text of a test is in them. Written as JSON lines with `text` and `kind`, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENS = 1024
+SEED = 900_001
+"""RULER's seed; runs use small ones."""
+
+NEEDLES = {"niah_single_1": 44, "niah_multikey_2": 28, "niah_single_2": 10, "niah_multikey_1": 10}
+"""RULER tasks, with how many prompts of each. The haystack of those that need one is the essays."""
+
+SOLVED, PROSE = 64, 20
+"""Blocks of GSM8K and of prose."""
+
+QUESTIONS = 6
+"""Needles that are asked for after one haystack, at most."""
+
+_CALCULATION = re.compile(r"<<[^>]*>>")
+_NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (.+?)\.(?=\s|$)")
+
+
+def main() -> None:
+    """Write the texts."""
+    from evictbench import models
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data-dir", type=Path, required=True, help="a folder with gsm8k/train.jsonl and ruler/essays")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    tokenizer = models.load_tokenizer(models.resolve("smollm2"))
+    essays = "\n".join(path.read_text() for path in sorted((arguments.data_dir / "ruler/essays").glob("*.txt")))
+    blocks = [
+        *solved(arguments.data_dir / "gsm8k/train.jsonl", tokenizer),
+        *needles(arguments.data_dir / "ruler/essays", tokenizer, essays),
+        *prose(essays, tokenizer),
+    ]
+    random.Random(SEED).shuffle(blocks)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with (arguments.out / "texts.jsonl").open("w") as file:
+        for block in blocks:
+            file.write(json.dumps(block) + "\n")
+    print(f"{len(blocks)} texts in {arguments.out / 'texts.jsonl'}")
+
+
+def solved(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
+    """Problems with their solutions, packed in random order, none twice."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    random.Random(SEED).shuffle(records)
+    texts = iter(
+        f"Question: {record['question'].strip()}\nAnswer: {_CALCULATION.sub('', record['answer']).strip()}\n\n"
+        for record in records
+    )
+    for _ in range(SOLVED):
+        block = ""
+        while len(tokenizer.encode(block)) < TOKENS:
+            block += next(texts)
+        yield {"kind": "solved", "text": block}
+
+
+def prose(essays: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
+    """Pieces of the essays, evenly spread."""
+    for number in range(PROSE):
+        start = essays.find("\n\n", len(essays) * number // PROSE) + 2
+        yield {"kind": "prose", "text": essays[start : start + 6 * TOKENS]}
+
+
+def needles(haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str) -> Iterator[dict[str, str]]:
+    """RULER needle prompts with other keys, their answers, and further questions about the other needles."""
+    from evictbench.registry import load_suite
+    from evictbench.suite import SuiteRequest
+    from evictbench.suites.ruler import wordlists
+    from evictbench.tasks import load_tasks
+
+    rng = random.Random(SEED)
+    known = {word.lower() for word in wordlists.single()}
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", essays)) - known)
+    suite = load_suite("ruler")
+    for task, count in NEEDLES.items():
+        room = TOKENS - (0 if "single" in task else 45 * (QUESTIONS - 1))
+        request = SuiteRequest(
+            tokenizer=tokenizer, tasks=(task,), context=room, limit=count, seed=SEED, chat=True, haystack=haystack
+        )
+        for document in load_tasks(suite, suite.prepare(request))[task].task_docs:
+            keys = {key for _, key, _ in _NEEDLE.findall(document["context"])}
+            context, question, prefix = document["context"], document["input"], document["gen_prefix"]
+            for key in sorted(keys):
+                other = f"{rng.choice(words)}-{rng.choice(words)}"
+                context, question, prefix = (text.replace(key, other) for text in (context, question, prefix))
+            yield {"kind": task, "text": _asked(context, question, prefix, rng, tokenizer)}
+
+
+def _asked(context: str, prompt: str, prefix: str, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> str:
+    found = _NEEDLE.findall(context)
+    rng.shuffle(found)
+    first_key = next(key for _, key, _ in found if key in prefix)
+    found.sort(key=lambda needle: needle[1] != first_key)
+    messages: list[dict[str, Any]] = []
+    for number, (kinds, key, value) in enumerate(found[:QUESTIONS]):
+        asked = prompt if number == 0 else f"What is the special magic {kinds[:-1]} for {key} mentioned in the text?"
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": f"{prefix.replace(first_key, key)} {value}."})
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+if __name__ == "__main__":
+    main()
