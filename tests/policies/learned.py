@@ -1,0 +1,35 @@
+"""KVpop with random weights, the same in the policy and in its twin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evictbench.policy import ModelShape, Policy
+from evictbench.weights import Weights, shape_data
+from twin.kvpop import random_weights, tensors
+
+
+def random_tensors(name: str, shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
+    """What a trained scorer would save, layers and KV heads in one dimension."""
+    by_layer = random_weights(seed, shape.layers, shape.kv_heads, shape.head_dim, name == "kvpop")
+    heads = [head for layer in by_layer for head in layer]
+    low, high = math.log(0.999), math.log(0.999999)
+    share = (torch.stack([head.log_gamma for head in heads]) - low) / (high - low)
+    return {name: tensor.float() for name, tensor in tensors(heads).items()} | {"gamma": share.logit().float()}
+
+
+def random_fit(policy: Policy, model: Any, seed: int = 0) -> Policy:
+    """The policy, with weights for this model."""
+    shape = ModelShape.of(model.config)
+    card = {
+        "policy": policy.name,
+        "variant": policy.variant,
+        "settings": {},
+        "base_model": {"name": "tiny", "sha256": "0", "shape": shape_data(shape)},
+    }
+    policy.use(Weights(random_tensors(policy.name, shape, seed), card, "random", "0"), shape)
+    return policy
