@@ -29,8 +29,18 @@ from evictbench.slots import SlotLayer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.budget import Budget
     from evictbench.policy import Policy
     from evictbench.taps import Tap
+
+
+def allotted(policy: Policy, budget: Budget | None, prompt: int) -> float:
+    """What a budget comes to for a prompt of so many tokens: a share, or N entries, of the length that the suite states
+    or else of the prompt. Raises UserError where the policy cannot have it."""
+    length = max(prompt, policy.stated_length or 0)
+    if budget is None or budget.tokens is None:
+        return policy.allot(1.0 if budget is None else budget.share or 1.0, length)
+    return policy.allot(min(1.0, budget.tokens / length), length)
 
 
 class PagedLayer(SlotLayer):
@@ -52,9 +62,9 @@ class PagedLayer(SlotLayer):
 class PagedCache(EvictionCache):
     """A KV cache in pages; arguments as of EvictionCache, for a policy that is `ragged`.
 
-    The budget is a share, or N entries of the prompt's length: what it comes to is the policy's (`Policy.allot`), for
-    each row when its prompt begins. Nothing is cut to it, and occupancy is measured: the largest of a decode query's
-    heads, and their mean. The prompt is read in chunks that hold what the next query sees, whatever `prefill` says.
+    What the budget comes to is the policy's (`allotted`), for each row when its prompt begins. Nothing is cut to it, and
+    occupancy is measured: the largest of a decode query's heads, and their mean. The prompt is read in chunks that hold
+    what the next query sees, whatever `prefill` says.
     Bytes held: at most 1.15 times those of the kept keys and values where heads keep 150 entries or more on average.
     """
 
@@ -128,18 +138,10 @@ class PagedCache(EvictionCache):
             raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
         step = Pass.plan(self, new.shape[2], real)
         if not self.allotted:
-            self.allotted = [self._allot(length) for length in self.prompts]
+            self.allotted = [allotted(self.policy, self.budget, length) for length in self.prompts]
         self.seen_by_heads = self._open_pages(rows) if self._in_place(step) else []
         self.current = step
         return step
-
-    def _allot(self, length: int) -> float:
-        assert self.budget is not None
-        share = self.budget.share
-        if share is None:
-            assert self.budget.tokens is not None
-            share = min(1.0, self.budget.tokens / length)
-        return self.policy.allot(share, length)
 
     def _in_place(self, step: Pass) -> bool:
         """Every row has one new token and holds others."""

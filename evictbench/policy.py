@@ -178,7 +178,8 @@ class Policy:
     rotary: it turns keys back to before their rotation, and needs the model's rotary frequencies.
     foresees: it needs a label of every entry from a dense run over the same text.
     ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
-    learned: it needs trained weights, which `use` takes; transferable: their shapes do not depend on the model.
+    stated_length: tokens of text that a budget is meant for, where the suite states it; else each prompt's own.
+    learned: it needs trained weights, which `use` takes (`fit` may find that a model brings its own); transferable: their shapes do not depend on the model.
     """
 
     name: ClassVar[str]
@@ -193,8 +194,9 @@ class Policy:
     rotary: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
-    learned: ClassVar[bool] = False
+    learned: bool = False
     transferable: ClassVar[bool] = False
+    stated_length: int | None = None
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config

@@ -97,6 +97,8 @@ class Suite:
     once, over `tasks`.
     generator: makes of a plan what answers its requests in place of generated text, with `run(requests)` and
     completions that carry a `score` and `metrics` of their own; None for tasks that generate.
+    stated_length: tokens that a budget in entries is a share of, for policies that take shares: where answers are much
+    longer than prompts; None for the context that the run asks for, or else each prompt.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -111,3 +113,4 @@ class Suite:
     prepare: Callable[[SuiteRequest], PreparedSuite]
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     generator: Callable[[Plan], Any] | None = None
+    stated_length: int | None = None

@@ -94,11 +94,6 @@ class DMS(Policy):
         return self.config.gate == "borrowed" or isinstance(self._gate, BorrowedGate)
 
     @property
-    def needs_weights(self) -> bool:
-        """Whether trained weights have to come in with `use`, once the model's config is known (`fit`)."""
-        return not self.borrowed
-
-    @property
     def taps(self) -> frozenset[Tap]:
         """A layer's input for the separate gate, its queries before rotation for the borrowed one."""
         return frozenset({"pre_rope_queries"} if self.borrowed else {"residual"})
@@ -120,6 +115,7 @@ class DMS(Policy):
             self._window = int(window)
         if self._alpha_per is None:
             self._alpha_per = getattr(text, "dms_alpha_per", None) or "head"
+        self.learned = False
         self._gate = BorrowedGate(ModelShape.of(config).kv_heads, shared=self._alpha_per == "layer")
         ratio = getattr(text, "dms_cr", None)
         if self._calibration is None and ratio:

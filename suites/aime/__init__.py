@@ -54,4 +54,5 @@ SUITE = Suite(
     default_limit=None,
     prepare=_prepare,
     protocols=PROTOCOLS,
+    stated_length=16_384,
 )

@@ -50,4 +50,5 @@ SUITE = Suite(
     default_limit=None,
     prepare=_prepare,
     protocols=PROTOCOLS,
+    stated_length=16_384,
 )
