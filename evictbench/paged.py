@@ -62,9 +62,9 @@ class PagedLayer(SlotLayer):
 class PagedCache(EvictionCache):
     """A KV cache in pages; arguments as of EvictionCache, for a policy that is `ragged`.
 
-    What the budget comes to is the policy's (`allotted`), for each row when its prompt begins. Nothing is cut to it, and
-    occupancy is measured: the largest of a decode query's heads, and their mean. The prompt is read in chunks that hold
-    what the next query sees, whatever `prefill` says.
+    What the budget comes to is the policy's (`allotted`), for each row when its prompt begins. Nothing is cut to it,
+    and occupancy is measured: the largest of a decode query's heads, and their mean. The prompt is read in chunks that
+    hold what the next query sees, whatever `prefill` says.
     Bytes held: at most 1.15 times those of the kept keys and values where heads keep 150 entries or more on average.
     """
 

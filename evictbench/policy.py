@@ -179,7 +179,8 @@ class Policy:
     foresees: it needs a label of every entry from a dense run over the same text.
     ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
     stated_length: tokens of text that a budget is meant for, where the suite states it; else each prompt's own.
-    learned: it needs trained weights, which `use` takes (`fit` may find that a model brings its own); transferable: their shapes do not depend on the model.
+    learned: it needs trained weights, which `use` takes (`fit` may find that a model brings its own);
+    transferable: their shapes do not depend on the model.
     """
 
     name: ClassVar[str]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
 from evictbench.policy import Arriving, ModelShape, Policy
 
 from .allotment import OFF, Calibration
+from .recipe import Recipe
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from evictbench.learner import Learner, Training
     from evictbench.taps import Tap
     from evictbench.weights import Weights
 
@@ -57,6 +60,7 @@ class DMS(Policy):
     summary = "a trained gate marks tokens, which are dropped when they leave the window; heads differ in length"
     paper = "arXiv 2506.05345"
     Config = Settings
+    Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
     ragged = True
     learned = True
@@ -68,6 +72,7 @@ class DMS(Policy):
         self._alpha_per: Literal["head", "layer"] | None = self.config.alpha_per
         self._calibration: Calibration | None = None
         self._gate: SeparateGate | BorrowedGate | None = None
+        self._on: dict[torch.device, SeparateGate] = {}
 
     @property
     def guarded(self) -> bool:
@@ -133,6 +138,7 @@ class DMS(Policy):
             raise UserError(
                 f"The weights {weights.origin} are not a gate of {shape.layers} layers with {shape.kv_heads} KV heads."
             )
+        self._on = {}
         self._gate = SeparateGate(weight.float(), bias.float(), float(card.get("epsilon", 1e-6)))
         if self._window is None and card.get("window") is not None:
             self._window = int(card["window"])
@@ -142,6 +148,12 @@ class DMS(Policy):
             self._alpha_per = card.get("alpha_per", "head")
         if weights.card.get("calibration"):
             self._calibration = Calibration.of(weights.card["calibration"])
+
+    def learner(self, shape: ModelShape, training: Training) -> Learner:
+        """Its trainable side, the separate gate."""
+        from .learner import DMSLearner
+
+        return DMSLearner(shape, training)
 
     def allot(self, share: float, length: int) -> float:
         """The threshold that keeps this share of a text of `length` tokens, by the calibration; OFF for all of it.
@@ -165,7 +177,10 @@ class DMS(Policy):
             raise UserError("dms with a separate gate needs trained weights (--weights), and has none.")
         if isinstance(self._gate, BorrowedGate):
             return self._gate.logits(tensor)
-        z = self._gate.logits(layer, tensor)
+        if tensor.device not in self._on:
+            weight, bias = self._gate.weight.to(tensor.device), self._gate.bias.to(tensor.device)
+            self._on[tensor.device] = replace(self._gate, weight=weight, bias=bias)
+        z = self._on[tensor.device].logits(layer, tensor)
         return z[:, :1].expand_as(z) if self._alpha_per == "layer" else z
 
     def before_rotation(self, queries: Tensor) -> Tensor | None:
