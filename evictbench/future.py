@@ -8,7 +8,7 @@ normaliser once keys and queries change places (KVpop, arXiv 2607.05061 v2).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -114,8 +114,8 @@ def _by_flex_attention(query: Tensor, key: Tensor, window: int, scaling: float, 
     kv_heads = key.shape[1]
     device = query.device
     on_gpu = device.type == "cuda"
-    attend = torch.compile(flex_attention) if on_gpu else flex_attention
-    mask = torch.compile(create_block_mask) if on_gpu else create_block_mask
+    attend: Any = torch.compile(flex_attention) if on_gpu else flex_attention
+    mask: Any = torch.compile(create_block_mask) if on_gpu else create_block_mask
     asking = key.repeat_interleave(heads // kv_heads, dim=1)
     if normalisers is None:
         causal = mask(lambda row, head, u, t: t <= u, None, None, length, length, device=device)

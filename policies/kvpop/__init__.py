@@ -62,7 +62,7 @@ class _Ranked(Policy):
     static = True
     rotary = True
     learned = True
-    scorer: ClassVar[str]
+    scorer: ClassVar[Literal["mlp", "mlstm"]]
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -73,8 +73,8 @@ class _Ranked(Policy):
 
     @property
     def variant(self) -> str:
-        """Which of its weights it wants: those of its label."""
-        return str(self.config.label)
+        """Which weights it wants: its scorer's, for its label."""
+        return f"{self.scorer}-{self.config.label}"
 
     @property
     def sinks(self) -> int:
@@ -98,7 +98,7 @@ class _Ranked(Policy):
         tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
         gamma = tensors.pop("gamma", None)
         heads = shape.layers * shape.kv_heads
-        self._scorer = getattr(scorers, self.scorer).of(tensors, heads, shape.head_dim, weights.origin)
+        self._scorer = scorers.SCORERS[self.scorer].of(tensors, heads, shape.head_dim, weights.origin)
         if gamma is None or gamma.shape != (heads,):
             raise UserError(f"The weights {weights.origin} have no decay for each of {heads} KV heads.")
         self._log_gamma = bounded_log_gamma(gamma)
@@ -143,7 +143,7 @@ class KVpopMLP(_Ranked):
 
     name = "kvpop_mlp"
     summary = "learned: future attention guessed from key and value, pool ranked by it"
-    scorer = "MLPScorer"
+    scorer = "mlp"
 
     def enter(self, entering: Entering) -> Mapping[str, Tensor]:
         """Score new entries."""
@@ -171,7 +171,7 @@ class KVpop(_Ranked):
 
     name = "kvpop"
     summary = "learned: future attention guessed by an mLSTM that has seen what followed, pool ranked by it"
-    scorer = "MLSTMScorer"
+    scorer = "mlstm"
 
     def charged_state(self, shape: ModelShape) -> int:
         """The matrix memory: `head_dim² / (2 · head_dim)`."""

@@ -45,10 +45,10 @@ class ScorerLearner(Learner):
         super().__init__()
         recipe = training.recipe
         heads = shape.layers * shape.kv_heads
-        self.scorer: scorers.MLPScorer = getattr(scorers, policy.scorer)(heads, shape.head_dim, recipe.hidden)
+        self.scorer = scorers.SCORERS[policy.scorer](heads, shape.head_dim, recipe.hidden)
         self.gamma = nn.Parameter(torch.zeros(heads))
         self.shape = shape
-        self.label = policy.variant
+        self.label = str(policy.config.label)
         self.sinks = int(recipe.sinks)
         self.window = training.window
         self.temperature = recipe.temperature

@@ -144,3 +144,7 @@ class MLSTMScorer(MLPScorer):
             last = mlstm.State(*(part[:, :, None] for part in state))
             answered = torch.cat([answered, mlstm.read(last, rest)], dim=2)
         return self.judge(torch.cat([z, answered], dim=-1))
+
+
+SCORERS: dict[str, type[MLPScorer]] = {"mlp": MLPScorer, "mlstm": MLSTMScorer}
+"""By the name that weights carry."""

@@ -1,0 +1,68 @@
+"""The trainings of the bundled weights, one after the other: `python -m training.bundled --texts FILE --work FOLDER`.
+
+Each is one `evictbench train` command, goes on where it was stopped, and ends in `policies/<policy>/weights/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+POLICIES = Path(__file__).parent.parent / "policies"
+
+KEPT = ("weights.safetensors", "config.json", "README.md", "curves.jsonl", "curves.png")
+"""The files of a training that are shipped."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """policy: as on the command line; package: whose weights folder it ends in; options: of `evictbench train`."""
+
+    policy: str
+    package: str
+    folder: str
+    options: str
+
+
+SCORER = "--no-pack --length 1024 --held-out 8 --budget 96,128,192,256 --window 32"
+
+RUNS = (
+    Run("kvpop_mlp:label=mean", "kvpop", "smollm2-mlp-mean", f"{SCORER} --steps 1500 --lr 3e-3 --recipe hidden=64"),
+)
+
+
+def main() -> None:
+    """Train what is asked for, all by default."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--texts", type=Path, required=True, help="what training.texts has written")
+    parser.add_argument("--work", type=Path, required=True, help="a folder for checkpoints and features (5 GB)")
+    parser.add_argument("--only", help="train only the policy of this name, settings included")
+    arguments = parser.parse_args()
+    for run in RUNS:
+        if arguments.only in (None, run.policy):
+            train(run, arguments.texts, arguments.work)
+
+
+def train(run: Run, texts: Path, work: Path) -> None:
+    """Train one and copy what is shipped."""
+    out = work / run.policy.replace(":", "-")
+    command = [
+        *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
+        *("--data", str(texts), "--out", str(out), "--store", str(work / "features")),
+        *("--dtype", "float32", "--weights-dtype", "float16", *shlex.split(run.options)),
+    ]
+    print(shlex.join(command[1:]), flush=True)
+    subprocess.run(command, check=True)
+    shipped = POLICIES / run.package / "weights" / run.folder
+    shipped.mkdir(parents=True, exist_ok=True)
+    for name in KEPT:
+        shutil.copyfile(out / name, shipped / name)
+
+
+if __name__ == "__main__":
+    main()
