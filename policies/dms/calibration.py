@@ -17,7 +17,7 @@ from .learner import before_head, distance
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CLOSED = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.84, 0.88, 0.91, 0.94, 0.97)
+CLOSED = (0.05, 0.15, 0.3, 0.45, 0.6, 0.7, 0.78, 0.84, 0.88, 0.91, 0.94, 0.97)
 """Shares of the tokens beyond the window that are closed at the thresholds tried, in a dense pass."""
 
 
@@ -33,12 +33,13 @@ def measured(
     """
     decided = [_Decided(model, separate, tokens, sinks, window) for tokens in blocks]
     pooled = torch.cat([z for text in decided for z in text.dense])
-    thresholds = torch.quantile(pooled, 1 - torch.tensor(CLOSED, dtype=pooled.dtype)).tolist()
+    found = torch.quantile(pooled, 1 - torch.tensor(CLOSED, dtype=pooled.dtype)).tolist()
+    thresholds = [round(threshold, 4) for threshold in found]
     rows = [torch.tensor([text.at(threshold) for text in decided]).mean(0).tolist() for threshold in thresholds]
     return {
         "length": max(tokens.shape[1] for tokens in blocks),
         "blocks": len(blocks),
-        "thresholds": [round(threshold, 4) for threshold in thresholds],
+        "thresholds": thresholds,
         "shares": [round(row[0], 5) for row in rows],
         "beyond": [round(row[1], 5) for row in rows],
         "kl": [round(row[2], 6) for row in rows],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import build
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from evictbench import attention
 from evictbench.errors import UserError
@@ -14,16 +14,26 @@ from evictbench.taps import TAPS, tapped
 
 pytestmark = pytest.mark.engine
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "sliding_window": None,
+    "pad_token_id": None,
+}
 FAMILIES = ["llama", "qwen3", "mistral", "phi3"]
 TOKENS = torch.tensor([[3, 14, 15, 92, 65, 35], [8, 9, 79, 32, 38, 46]])
-SIZES: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
-    "phi3": {"sliding_window": None, "pad_token_id": 0},
-}
 
 
 def model_of(family: str) -> Any:
-    model = build(family, dtype="float64", **SIZES.get(family, {}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SIZES)).double().eval()
     attention.use(model)
     return model
 
@@ -122,7 +132,7 @@ def test_the_input_of_a_checkpointed_layer_is_handed_over_with_its_graph() -> No
 
 def test_a_model_without_such_layers_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    model.config = build("llama").config
+    model.config = model_of("llama").config
     with pytest.raises(UserError, match="hidden states"), tapped(model, {"residual"}, lambda *_: None):  # type: ignore[arg-type]
         pass
 
