@@ -32,9 +32,8 @@ def measured(
     token from the dense model, over the second half. length: tokens of a block, at most.
     """
     decided = [_Decided(model, separate, tokens, sinks, window) for tokens in blocks]
-    pooled = torch.cat([z for text in decided for z in text.dense])
-    found = torch.quantile(pooled, 1 - torch.tensor(CLOSED, dtype=pooled.dtype)).tolist()
-    thresholds = [round(threshold, 4) for threshold in found]
+    ordered = torch.cat([z for text in decided for z in text.dense]).sort(descending=True).values
+    thresholds = [round(float(ordered[int(closed * len(ordered))]), 4) for closed in CLOSED]
     rows = [torch.tensor([text.at(threshold) for text in decided]).mean(0).tolist() for threshold in thresholds]
     return {
         "length": max(tokens.shape[1] for tokens in blocks),

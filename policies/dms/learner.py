@@ -12,12 +12,15 @@ the teacher to the student unless `divergence="reverse"` (the authors' code: rev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from evictbench.errors import UserError
 from evictbench.learner import Batch, Learner, Losses, Training
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 _HEAD_TOKENS = 128
 """Tokens whose logits exist at a time."""
+
+_KEPT_TOKENS = 2048
+"""Tokens of a batch up to which activations are kept; of more, each layer is computed again in the backward pass."""
 
 
 class DMSLearner(Learner):
@@ -122,7 +128,7 @@ class DMSLearner(Learner):
             soft, closed[layer] = self.decisions(layer, inputs[layer].to(query.device), seed)
             return attend_visible(query, key, value, self.softly(F.logsigmoid(-soft)), scaling)
 
-        with tapped(model, {"residual"}, take):
+        with tapped(model, {"residual"}, take), recomputed(model, tokens.numel() > _KEPT_TOKENS):
             student = before_head(model, tokens, dense_attention=attend)[:, first:]
         kl = distance(model, teacher, student, self.recipe.divergence)
         share = torch.stack([closed[layer].to(kl.device) for layer in sorted(closed)]).mean()
@@ -180,6 +186,26 @@ def noise(seed: int, layer: int, like: Tensor) -> Tensor:
     return uniform.logit().to(device=like.device, dtype=like.dtype)
 
 
+@contextmanager
+def recomputed(model: PreTrainedModel, wanted: bool = True) -> Iterator[None]:
+    """Inside, the layers of a frozen model keep only their inputs for the backward pass, and compute the rest again.
+
+    The layers alone are told that they train, so that no dropout begins.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers: list[Any] = [layer for layer in model.modules() if wanted and isinstance(layer, GradientCheckpointingLayer)]
+    before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = layer.training = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, (was, trained) in zip(layers, before, strict=True):
+            layer.gradient_checkpointing, layer.training = was, trained
+
+
 def distance(model: PreTrainedModel, teacher: Tensor, student: Tensor, direction: Divergence) -> Tensor:
     """Mean divergence of next-token distributions, nats a token, from what the output head reads `[rows, tokens,
     hidden]`. "forward": sum of p (log p - log q) with p the teacher's. A scaling of logits behind the head is left out.
@@ -201,7 +227,7 @@ def distance(model: PreTrainedModel, teacher: Tensor, student: Tensor, direction
             (slope,) = torch.autograd.grad(value, leaf)
         # The value of the divergence with its slope in the states.
         linear = (states * slope).sum()
-        total = total + value.detach() + (linear - linear.detach())
+        total = total + value.detach().to(total.device) + (linear - linear.detach())
     return total
 
 

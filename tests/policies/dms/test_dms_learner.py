@@ -191,14 +191,20 @@ def test_the_target_rises_with_the_ratio_and_stays() -> None:
 # Gradients and noise.
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_reach_the_gate_and_nothing_else(model: Any, checkpointed: bool) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_reach_the_gate_and_nothing_else(model: Any, monkeypatch: Any, again: bool) -> None:
+    """Kept or computed again in the backward pass, layer by layer."""
     learner, plain = make(model, trained=True), make(model, trained=True)
     plain.loss(batch(model, step=9)).total.backward()
-    if checkpointed:
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner.loss(batch(model, step=9)).total.backward()
+    calls = []
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr("evictbench.policies.dms.learner._KEPT_TOKENS", 0 if again else LENGTH)
+    losses = learner.loss(batch(model, step=9))
+    assert len(calls) == 2  # teacher and student
+    losses.total.backward()
+    assert len(calls) == 2 + again
+    assert not any(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, parameter in learner.named_parameters():
         assert parameter.grad is not None
