@@ -26,6 +26,7 @@ from evictbench.errors import UserError
 from evictbench.generation import Generator, Request
 from evictbench.lm_settings import encode_text, generation_settings
 from evictbench.policy import ModelShape
+from evictbench.weights import equip
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -43,7 +44,7 @@ CACHE_OWNER = "evictbench"
 class EvictBenchLM(TemplateLM):  # type: ignore[misc]
     """A model under an eviction policy, as lm-eval drives it.
 
-    pretrained: "smollm2", a folder, or a hub id. policy, budget, prefill, chunk: as `evictbench run` takes them.
+    pretrained: "smollm2", a folder, or a hub id. policy, budget, weights, prefill, chunk: as for `evictbench run`.
     batch_size: rows decoded together ("auto": 8). max_length: tokens of prompt and answer, the model's window at most.
     thinking: the chat template's switch, "on", "off" or "auto". seed: of sampling.
 
@@ -55,6 +56,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         pretrained: str = models.DEFAULT_MODEL,
         policy: str = "full",
         budget: int | str | None = None,
+        weights: str | None = None,
         prefill: str = "native",
         chunk: int = 512,
         batch_size: int | str = 8,
@@ -79,7 +81,9 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         self.source = models.resolve(str(pretrained))
         config = models.load_config(self.source, trust_remote_code)
         self.policy = chosen.policy(chosen.config)
+        self.policy.fit(config)
         self.budget = None if budget is None else Budget.parse(str(budget))
+        trained = equip(self.policy, weights, self.source, self.source.name, ModelShape.of(config))
         least = self.policy.minimum_budget(ModelShape.of(config))
         if self.budget is not None and self.budget.tokens is not None and self.budget.tokens < least:
             raise UserError(f"{chosen.label} needs a budget of at least {least} entries on {pretrained}, not {budget}.")
@@ -107,6 +111,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             "prefill": prefill,
             "chunk": int(chunk),
             "thinking": self._switch,
+            **({} if trained is None else {"policy_weights": trained.identity}),
         }
 
     @classmethod

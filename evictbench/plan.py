@@ -89,7 +89,11 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     chat, own_chat = _chat(settings, checked, tokenizer, model)
     thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     policy = checked.chosen.policy(checked.chosen.config)
-    trained = _weights(settings, policy, source, model, ModelShape.of(config), phase) if policy.learned else None
+    policy.fit(config)
+    policy.stated_length = checked.suite.stated_length or checked.context
+    if policy.learned:
+        phase("identifying the weights")
+    trained = weights.equip(policy, settings.weights, source, model, ModelShape.of(config))
     least = policy.minimum_budget(ModelShape.of(config))
     if checked.budget is not None and checked.budget.tokens is not None:
         _check_least(checked, checked.budget.tokens, least, model)
@@ -106,6 +110,11 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     if checked.budget is not None:
         shortest = min(planned.compressible for planned in prompts.planned)
         _check_least(checked, checked.budget.at(shortest, shortest), least, model)
+    if policy.ragged:
+        from evictbench.paged import allotted
+
+        for length in sorted({planned.compressible for planned in prompts.planned}):
+            allotted(policy, checked.budget, length)
 
     phase("identifying the weights")
     dtype = settings.dtype if settings.dtype != "auto" else _own_dtype(config)
@@ -122,6 +131,8 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     }
     if trained is not None:
         identity["policy"]["weights"] = trained.identity
+    if policy.ragged:
+        identity["policy"]["stated_length"] = policy.stated_length
     folder = records.run_folder(
         settings.out,
         checked.suite.name,
@@ -150,22 +161,6 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         cut=prompts.cut,
         overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
     )
-
-
-def _weights(
-    settings: Settings,
-    policy: Policy,
-    source: models.Source,
-    model: str,
-    shape: ModelShape,
-    phase: Callable[[str], None],
-) -> weights.Weights:
-    """A learned policy's weights, found and taken by it."""
-    phase("identifying the weights")
-    found = weights.find(policy, settings.weights, model, models.weights_hash(source), shape)
-    taker: Any = policy
-    taker.use(found, shape)
-    return found
 
 
 def _chat(settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.catalogue import console_for
 from evictbench.progress import EVERY, duration
 from evictbench.run_command import quieten
-from evictbench.train import MODEL, train
+from evictbench.train_settings import check
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +30,9 @@ _NOT_SHOWN = ("step", "tokens", "seconds", "budget", "lr", "grad_norm", "model_g
 def train_and_show(settings: Settings, as_json: bool) -> int:
     """Train on the terminal; the exit code. Results go to stdout, progress to stderr."""
     quieten()
+    check(settings)  # before anything heavy is imported
+    from evictbench.train import MODEL, train
+
     report = console_for(stderr=as_json)
 
     def say(text: str) -> None:

@@ -6,7 +6,7 @@
     curves.jsonl          the log of the training
 
 A folder is named on the command line by its path or as a hub id (`--weights`); those that come with evictbench lie in
-the package of their policy, under `weights/<model>-<variant>`.
+the package of their policy, in folders under `weights/`, and are found by their cards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models import Source, weights_hash
 from evictbench.policy import ModelShape
 
 if TYPE_CHECKING:
@@ -68,11 +68,12 @@ def find(policy: Policy, where: str | None, model: str, model_sha256: str, shape
     """
     if where is not None:
         return _fitting(load(where), policy, model, model_sha256, shape)
-    folders = _bundled(policy)
     variant = variant_of(policy)
-    chosen = next((folder for folder in folders if folder.name == folder_name(model, variant)), None)
-    if chosen is None:
-        chosen = next((folder for folder in folders if _serves_any(folder, variant)), None)
+    bundled = [(folder, card) for folder, card in _bundled(policy) if card["variant"] == variant]
+    own = [folder for folder, card in bundled if model_sha256 in _models_of(card)]
+    named = [folder for folder, card in bundled if card["base_model"]["name"] == model]
+    any_model = [folder for folder, card in bundled if card.get("transferable")]
+    chosen = next(iter([*own, *named, *any_model]), None)
     if chosen is None:
         suffix = f" (variant {variant})" if variant else ""
         raise UserError(
@@ -81,6 +82,21 @@ def find(policy: Policy, where: str | None, model: str, model_sha256: str, shape
             "--weights."
         )
     return _fitting(_read(chosen, f"bundled {chosen.name}"), policy, model, model_sha256, shape)
+
+
+def equip(policy: Policy, where: str | None, source: Source, model: str, shape: ModelShape) -> Weights | None:
+    """Find a learned policy's weights and let it take them; None for a policy that has none to take.
+
+    where: as `--weights` names them; None: those that come with the policy.
+    """
+    if not policy.learned:
+        if where is not None:
+            raise UserError(f"{policy.name} is not learned and takes no weights: leave out {where}.")
+        return None
+    found = find(policy, where, model, weights_hash(source), shape)
+    taker: Any = policy
+    taker.use(found, shape)
+    return found
 
 
 def load(where: str) -> Weights:
@@ -125,12 +141,6 @@ def save(
     unfinished.replace(folder / CARD)
 
 
-def folder_name(model: str, variant: str) -> str:
-    """The name of a bundled folder: "smollm2-mean"; a hub id's slash is doubled into dashes."""
-    plain = re.sub(r"[^\w.+=-]", "_", model.replace("/", "--"))
-    return f"{plain}-{variant}" if variant else plain
-
-
 def shape_data(shape: ModelShape) -> dict[str, int]:
     """A model's shape as plain data, for a card."""
     return dataclasses.asdict(shape)
@@ -141,20 +151,22 @@ def variant_of(policy: Policy) -> str:
     return str(getattr(policy, "variant", ""))
 
 
-def _bundled(policy: Policy) -> list[Path]:
-    """The folders of weights in the package of the policy's class."""
+def _bundled(policy: Policy) -> list[tuple[Path, dict[str, Any]]]:
+    """The folders of a policy's weights in the package of its class, and their cards."""
     package = getattr(sys.modules[type(policy).__module__], "__package__", None)
     if not package:  # a policy from a file
         return []
     root = resources.files(package) / "weights"
     if not isinstance(root, Path) or not root.is_dir():
         return []
-    return sorted(folder for folder in root.iterdir() if (folder / CONFIG).is_file())
+    folders = sorted(folder for folder in root.iterdir() if (folder / CONFIG).is_file())
+    cards = ((folder, _card(folder)) for folder in folders)
+    return [(folder, card) for folder, card in cards if card["policy"] == policy.name]
 
 
-def _serves_any(folder: Path, variant: str) -> bool:
-    card = _card(folder)
-    return bool(card.get("transferable")) and card["variant"] == variant
+def _models_of(card: Mapping[str, Any]) -> set[str | None]:
+    """Hashes of the models that weights are at home on: the one that they were trained beside, before and after."""
+    return {card["base_model"].get("sha256"), card.get("finetuned", {}).get("sha256")}
 
 
 def _read(folder: Path, origin: str) -> Weights:
@@ -212,8 +224,7 @@ def _fitting(weights: Weights, policy: Policy, model: str, model_sha256: str, sh
             + " and ".join(f"{found[name]} {name}, where {model} has {expected[name]}" for name in differ)
             + "."
         )
-    known = {base.get("sha256"), card.get("finetuned", {}).get("sha256")}
-    return weights if model_sha256 in known else dataclasses.replace(weights, transferred_from=base["name"])
+    return weights if model_sha256 in _models_of(card) else dataclasses.replace(weights, transferred_from=base["name"])
 
 
 def _halved(name: str, tensor: Tensor) -> Tensor:

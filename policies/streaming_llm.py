@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Policy, Step
+from evictbench.policy import ModelShape, Policy, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from evictbench.learner import Learner, Training
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class StreamingLLM(Policy):
     def reindexed_sinks(self) -> bool:
         """As published, unless positions=original."""
         return bool(self.config.positions == "reindexed") and self.sinks > 0
+
+    def learner(self, shape: ModelShape, training: Training) -> Learner:
+        """StreamingLLM+: for `evictbench train --finetune`, which trains the model alone."""
+        from .streaming_llm_learner import StreamingLearner
+
+        return StreamingLearner(self.sinks, self.reindexed_sinks, training)
 
     def score(self, step: Step) -> Tensor:
         """The later, the better."""

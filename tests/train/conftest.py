@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_plugins import make_model
 from fakes import SITE, environment, installed
+from toy import TOY
 
 from evictbench.train import train
 from evictbench.train_settings import Settings
@@ -16,8 +16,6 @@ from evictbench.train_settings import Settings
 __all__ = ["environment", "installed"]
 
 HERE = Path(__file__).parent
-TOY = f"{HERE / 'toy.py'}:Toy"
-GATE = f"{HERE / 'toy.py'}:ToyGate"
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +26,8 @@ def _cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A model folder: 2 layers, 4 heads over 2 KV heads of 8."""
+    from fake_plugins import make_model
+
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
 
 

@@ -1,6 +1,7 @@
 """Policies to train in tests: a stored scorer, one that is not stored, and one that has a model to train alone."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -10,6 +11,9 @@ from evictbench.learner import Learner, Losses
 from evictbench.policy import Policy
 from evictbench.student import Visible
 from evictbench.weights import shape_data
+
+TOY = f"{Path(__file__)}:Toy"
+GATE = f"{Path(__file__)}:ToyGate"
 
 
 @dataclass(frozen=True)

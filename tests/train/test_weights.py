@@ -1,0 +1,219 @@
+"""Weights: written, found, refused, and named by the results that they made."""
+
+import json
+import sys
+
+import pytest
+import torch
+from fake_plugins import make_model
+from toy import GATE, TOY, Toy, ToyGate
+
+from evictbench import models, plan, weights
+from evictbench.errors import UserError
+from evictbench.policy import ModelShape
+from evictbench.registry import parse_policy
+from evictbench.settings import Settings
+
+SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=8)
+
+
+def card(**changes):
+    base = {"name": "tiny", "sha256": "sha256:abc", "shape": weights.shape_data(SHAPE)}
+    return {"base_model": base, "transferable": False, "settings": {}, "training": {"steps": 3}} | changes
+
+
+@pytest.fixture
+def folder(tmp_path):
+    weights.save(tmp_path / "toy", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    return tmp_path / "toy"
+
+
+def find(where, policy="toy", shape=SHAPE, sha256="sha256:abc", settings=""):
+    chosen = parse_policy((GATE if policy == "toy_gate" else TOY) + settings)
+    return weights.find(chosen.policy(chosen.config), str(where), "tiny", sha256, shape)
+
+
+def test_what_is_saved_is_found_again(folder):
+    found = find(folder)
+    assert torch.equal(found.tensors["weight"], torch.ones(2, 2, 16))
+    assert (found.card["policy"], found.card["variant"]) == ("toy", "mean")
+    assert found.transferred_from is None
+    assert found.identity == {"sha256": found.sha256, "variant": "mean"}
+
+
+def test_the_hash_stands_for_tensors_and_card(folder):
+    first = find(folder).sha256
+    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    assert find(folder).sha256 == first
+    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card())
+    second = find(folder).sha256
+    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card(calibration={"a": 1}))
+    assert len({first, second, find(folder).sha256}) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"policy": "toy_gate"}, "are those of toy, not of toy_gate"),
+        ({"settings": ":label=max"}, "are toy's variant 'mean', and 'max' is asked for"),
+        ({"shape": ModelShape(3, 4, 2, 8)}, "trained on tiny, a model of another shape: 2 layers, where tiny has 3"),
+        (
+            {"shape": ModelShape(2, 4, 4, 16)},
+            "2 kv_heads, where tiny has 4 and 8 head_dim, where tiny has 16",
+        ),
+    ],
+)
+def test_others_are_refused(folder, how, sentence):
+    with pytest.raises(UserError, match=sentence):
+        find(folder, **how)
+
+
+def test_a_model_of_the_same_shape_takes_them_and_says_so(folder):
+    found = find(folder, sha256="sha256:other")
+    assert found.transferred_from == "tiny"
+    assert found.identity["transferred_from"] == "tiny"
+    assert str(found).endswith("transferred from tiny")
+
+
+def test_the_fine_tuned_model_is_their_own(folder):
+    weights.save(folder, "toy", "mean", {}, card(finetuned={"sha256": "sha256:tuned", "folder": "model"}))
+    assert find(folder, sha256="sha256:tuned").transferred_from is None
+
+
+def test_transferable_ones_load_on_any_shape(folder):
+    weights.save(folder, "toy_gate", "mean", {"bias": torch.zeros(1)}, card(transferable=True))
+    found = find(folder, policy="toy_gate", shape=ModelShape(9, 9, 3, 3), sha256="sha256:other")
+    assert found.transferred_from == "tiny"
+
+
+def breakage(folder, kind):
+    if kind == "no config":
+        (folder / "config.json").unlink()
+    elif kind == "no tensors":
+        (folder / "weights.safetensors").unlink()
+    elif kind == "cut":
+        file = folder / "weights.safetensors"
+        file.write_bytes(file.read_bytes()[:-7])
+    elif kind == "no card":
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    elif kind == "no json":
+        (folder / "config.json").write_text("{")
+    elif kind == "a list":
+        (folder / "config.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("no config", "holds no weights of a policy: it has no config.json"),
+        ("no tensors", "lack weights.safetensors"),
+        ("cut", "weights.safetensors is damaged or cut short"),
+        ("no card", "is not the card of a policy's weights"),
+        ("no json", "is not the card of a policy's weights"),
+        ("a list", "is not the card of a policy's weights"),
+    ],
+)
+def test_broken_folders_are_refused(folder, kind, sentence):
+    breakage(folder, kind)
+    with pytest.raises(UserError, match=sentence):
+        find(folder)
+
+
+@pytest.mark.parametrize("where", ["./nowhere", "nowhere", "a/b/c", "nobody/nothing"])
+def test_what_is_not_there_is_refused(where):
+    with pytest.raises(UserError) as raised:
+        find(where)
+    assert str(raised.value).endswith(".")
+
+
+def test_a_file_is_refused(folder):
+    with pytest.raises(UserError, match="are a file; give the folder"):
+        find(folder / "weights.safetensors")
+
+
+def test_numbers_beyond_half_are_refused(tmp_path):
+    with pytest.raises(UserError, match="does not fit float16"):
+        weights.save(tmp_path, "toy", "mean", {"weight": torch.full((2,), 1e6)}, card(), half=True)
+
+
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """Toy and ToyGate as classes of a package with weights of its own."""
+    package = tmp_path / "packaged_toy"
+    package.mkdir()
+    (package / "__init__.py").write_text("import toy\nclass Toy(toy.Toy): pass\nclass ToyGate(toy.ToyGate): pass\n")
+    weights.save(package / "weights" / "tiny-mean", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    weights.save(package / "weights" / "tiny-max", "toy_gate", "max", {"bias": torch.zeros(1)}, card(transferable=True))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import packaged_toy
+
+    yield packaged_toy
+    del sys.modules["packaged_toy"]
+
+
+def test_those_that_come_with_a_policy_are_found(packaged):
+    found = weights.find(packaged.Toy(), None, "tiny", "sha256:abc", SHAPE)
+    assert (found.origin, found.transferred_from) == ("bundled tiny-mean", None)
+
+
+def test_without_any_the_way_to_some_is_named(packaged):
+    others = ((packaged.Toy(), "big/model"), (packaged.Toy(Toy.Config("max")), "tiny"), (ToyGate(), "tiny"))
+    for policy, model in others:
+        with pytest.raises(UserError, match=r"evictbench train --policy toy.* --weights") as raised:
+            weights.find(policy, None, model, "sha256:x", SHAPE)
+        assert model in str(raised.value)
+
+
+def test_transferable_ones_that_come_with_a_policy_serve_any_model(packaged):
+    found = weights.find(packaged.ToyGate(Toy.Config("max")), None, "other", "sha256:x", ModelShape(5, 5, 5, 5))
+    assert found.transferred_from == "tiny"
+
+
+@pytest.fixture
+def planned(tmp_path):
+    def call(model, **given):
+        return plan.make_plan(
+            Settings(
+                **{"policy": TOY, "suite": "toy", "budget": "16", "model": str(model), "out": tmp_path / "runs"} | given
+            )
+        )
+
+    return call
+
+
+def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tiny, tmp_path):
+    outcome, _ = trained()
+    made = planned(tiny, weights=str(outcome.folder))
+    assert torch.equal(made.policy.weight, weights.load(str(outcome.folder)).tensors["weight"])
+    assert made.identity["policy"]["weights"] == {
+        "sha256": weights.load(str(outcome.folder)).sha256,
+        "variant": "mean",
+    }
+    other, _ = trained(out=tmp_path / "other", seed=5)
+    assert planned(tiny, weights=str(other.folder)).folder != made.folder
+    with pytest.raises(UserError, match=r"no weights for tiny \(variant mean\) come with evictbench"):
+        planned(tiny)
+    twin = make_model(tmp_path / "twin", initializer_range=0.1)
+    assert planned(twin, weights=str(outcome.folder)).identity["policy"]["weights"]["transferred_from"] == "tiny"
+    deeper = make_model(tmp_path / "deeper", num_hidden_layers=3)
+    with pytest.raises(UserError, match="2 layers, where deeper has 3"):
+        planned(deeper, weights=str(outcome.folder))
+    with pytest.raises(UserError, match="hoard is not learned and takes no weights"):
+        planned(tiny, policy="hoard", weights=str(outcome.folder))
+
+
+def test_the_fine_tuned_model_runs_with_its_weights(trained, planned):
+    outcome, _ = trained(finetune=True)
+    made = planned(outcome.folder / "model", weights=str(outcome.folder))
+    assert "transferred_from" not in made.identity["policy"]["weights"]
+    assert made.identity["weights"] == models.weights_hash(models.resolve(str(outcome.folder / "model")))
+
+
+def test_the_card_in_words_says_what_its_data_says(trained):
+    outcome, _ = trained()
+    text = (outcome.folder / "README.md").read_text()
+    data = json.loads((outcome.folder / "config.json").read_text())
+    assert data["base_model"]["sha256"] in text
+    assert f"- data sha256: {data['training']['data_sha256']}" in text
+    assert '- data: ["texts.jsonl"]' in text
+    assert "on models of this shape only" in text
