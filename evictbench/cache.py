@@ -137,6 +137,10 @@ class EvictionCache(Cache):
             + (self.shift.nbytes() if self.shift is not None else 0)
         )
 
+    def row_bytes(self, row: int) -> int:
+        """Bytes of one row's part of what is held."""
+        return self.nbytes() // (self.row_capacity or len(self.seen))
+
     def count_bytes(self, change: int) -> None:
         """Keep the running total and its peak; called wherever buffers are made and freed."""
         self.bytes_held += change

@@ -39,8 +39,7 @@ class Costs:
         if cache is None:
             return cls()
         seen = cache.occupancy[row]
-        rows = cache.row_capacity or len(cache.seen)
-        return cls(seen.largest, seen.total / seen.steps if seen.steps else 0.0, cache.nbytes() // rows)
+        return cls(seen.largest, seen.total / seen.steps if seen.steps else 0.0, cache.row_bytes(row))
 
 
 class Feeder:

@@ -105,6 +105,10 @@ class PagedCache(EvictionCache):
         """Bytes of everything held: keys, values, positions, deadlines, what says whose each page is."""
         return sum(layer.nbytes() for layer in self.layers)
 
+    def row_bytes(self, row: int) -> int:
+        """Bytes of one row's part of what is held: that of its pages among those in use."""
+        return sum(layer.pool.bytes_of(self._owners(row)) for layer in self.layers if layer.pool is not None)
+
     def _owners(self, row: int) -> range:
         return range(row * self.shape.kv_heads, (row + 1) * self.shape.kv_heads)
 

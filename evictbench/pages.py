@@ -69,6 +69,11 @@ class PagePool:
         tensors = (*self.buffers.values(), self.owner, *self._by_owner().values())
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
+    def bytes_of(self, owners: Iterable[int]) -> int:
+        """The part of its bytes that falls to some owners, by their pages among those in use."""
+        used = self.pages - len(self.spare)
+        return self.nbytes() * sum(len(self.tables[owner]) for owner in owners) // max(1, used)
+
     def _by_owner(self) -> dict[str, Tensor]:
         names = ("length", "newest", "visible", "tail", "reusable")
         return {name: getattr(self, name) for name in names}

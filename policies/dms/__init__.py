@@ -213,6 +213,8 @@ def governed(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tenso
     from evictbench.pages import NEVER
 
     expires = torch.where(marks & (positions > sinks)[:, None], (positions + window)[:, None], NEVER).to(torch.int32)
+    if positions.shape[1] == 1:
+        return torch.cat((expires, torch.full_like(expires, NEVER)), dim=-1)
     first = (positions < 0).sum(-1).clamp(max=positions.shape[1] - 1)
     before = expires.gather(2, first[:, None, None].expand(-1, marks.shape[1], 1))
     return torch.cat((before, expires[:, :, 1:], torch.full_like(before, NEVER)), dim=-1)

@@ -16,6 +16,8 @@ OFF = math.inf
 PUBLISHED = 0.0
 """The threshold that a gate is trained with."""
 
+ROUNDING = 1e-9
+
 NEAR = 0.005
 """A budget this near to the share that a checkpoint was trained for is that share."""
 
@@ -68,7 +70,7 @@ class Calibration:
             return self.thresholds[-1]
         wanted = (share * length - protected) / (length - protected)
         least = self.beyond[0]
-        if wanted < least:
+        if wanted < least - ROUNDING:
             floor = (protected + least * (length - protected)) / length
             raise UserError(
                 f"A budget of {share:.1%} of {length} tokens is less than dms keeps at its tightest calibrated "

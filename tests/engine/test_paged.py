@@ -1,0 +1,197 @@
+"""The pool of pages by itself: against lists of entries, whatever is written, dropped, moved and copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evictbench.paged_attention import attend_chunk, attend_one
+from evictbench.pages import NEVER, PAGE, SPARE, PagePool
+
+OWNERS, HEAD_DIM = 4, 8
+LIKE = torch.empty(0, HEAD_DIM, dtype=torch.float64)
+
+
+@dataclass
+class Books:
+    """The same in plain lists: position to (key, deadline), by owner."""
+
+    held: list[dict[int, tuple[float, int]]] = field(default_factory=lambda: [{} for _ in range(OWNERS)])
+    bytes_held: int = 0
+
+    def count(self, change: int) -> None:
+        self.bytes_held += change
+
+
+def vectors(keys: torch.Tensor) -> torch.Tensor:
+    return keys.double()[..., None].expand(*keys.shape, HEAD_DIM)
+
+
+def check(pool: PagePool, books: Books, following: int) -> None:
+    assert pool.nbytes() == books.bytes_held
+    used = [page for table in pool.tables for page in table]
+    assert sorted([*used, *pool.spare]) == list(range(pool.pages))
+    for owner, held in enumerate(books.held):
+        alive = {position: entry for position, entry in held.items() if entry[1] > following}
+        positions, deadlines = pool.entries(owner, "positions"), pool.entries(owner, "deadlines")
+        keys, values = pool.entries(owner, "keys")[:, 0], pool.entries(owner, "values")[:, 0]
+        rows = zip(positions.tolist(), deadlines.tolist(), keys.tolist(), values.tolist(), strict=True)
+        found = {position: (key, deadline) for position, deadline, key, _ in rows if deadline > following}
+        assert found == alive
+        assert torch.equal(keys, values)
+        assert bool((positions[: pool.length[owner]] >= 0).all())
+        assert bool((positions[pool.length[owner] :] == -1).all())
+        assert bool((deadlines[pool.length[owner] :] == 0).all())
+        assert len(pool.tables[owner]) == -(-int(pool.length[owner]) // PAGE)
+
+
+@pytest.mark.engine
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(st.one_of(st.integers(2, 40), st.just(1), st.just(1), st.just(0)), min_size=1, max_size=40),
+    life=st.integers(1, 60),
+    seed=st.integers(0, 1000),
+)
+def test_the_pool_holds_what_the_lists_hold(steps: list[int], life: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    books = Books()
+    pool = PagePool(OWNERS, LIKE, books.count)
+    now = 0
+    for new in steps:
+        if new == 0:
+            pool.trim()
+            check(pool, books, now)
+            continue
+        positions = torch.arange(now, now + new, dtype=torch.int32)
+        drawn = positions + torch.randint(1, life + 1, (OWNERS, new), generator=generator)
+        deadlines = torch.where(torch.rand((OWNERS, new), generator=generator) < 0.7, drawn, NEVER).to(torch.int32)
+        deadlines[:, -1] = NEVER
+        keys = torch.rand((OWNERS, new), generator=generator)
+        entries = {
+            "keys": vectors(keys),
+            "values": vectors(keys),
+            "positions": positions.expand(OWNERS, -1),
+            "deadlines": deadlines,
+        }
+        if now:
+            decided = torch.where(torch.rand(OWNERS, generator=generator) < 0.5, now + life, NEVER).to(torch.int32)
+            pool.set_newest(slice(0, OWNERS), decided)
+            for owner, held in enumerate(books.held):
+                held[now - 1] = (held[now - 1][0], int(decided[owner]))
+        for owner, held in enumerate(books.held):
+            for i in range(new):
+                held[now + i] = (float(vectors(keys)[owner, i, 0]), int(deadlines[owner, i]))
+        now += new
+        if new == 1 and now > 1:
+            pool.take(dict.fromkeys(pool.wants_page(OWNERS).nonzero()[:, 0].tolist(), 1))
+            pool.put(OWNERS, {name: entry[:, 0] for name, entry in entries.items()})
+            pool.look_ahead(torch.full((OWNERS,), now, dtype=torch.int32))
+        else:
+            pool.settle(0, entries, now)
+        check(pool, books, now)
+        alive = [sum(deadline > now for _, deadline in held.values()) for held in books.held]
+        assert pool.visible.tolist() == alive
+    used = pool.pages - len(pool.spare)
+    pool.trim()
+    assert len(pool.spare) <= max(1, SPARE * used)
+
+
+def filled(lengths: list[int], seed: int = 0) -> tuple[PagePool, Books]:
+    """A pool of owners that hold so many entries each."""
+    books = Books()
+    pool = PagePool(len(lengths), LIKE, books.count)
+    generator = torch.Generator().manual_seed(seed)
+    for owner, length in enumerate(lengths):
+        entries = {
+            "keys": torch.randn((1, length, HEAD_DIM), generator=generator, dtype=torch.float64),
+            "values": torch.randn((1, length, HEAD_DIM), generator=generator, dtype=torch.float64),
+            "positions": torch.arange(length, dtype=torch.int32)[None],
+            "deadlines": torch.full((1, length), NEVER, dtype=torch.int32),
+        }
+        pool.settle(owner, entries, length)
+    return pool, books
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_one_token_attends_to_its_own_pages(dtype: torch.dtype) -> None:
+    lengths = [1, 37, 16, 300]
+    pool, _ = filled(lengths)
+    for name in ("keys", "values"):
+        pool.buffers[name] = pool.buffers[name].to(dtype)
+    pool.take({1: 1})  # a page with nothing in it
+    pool.give_back({1: len(pool.tables[1]) - 1})
+    query = torch.randn((2, 6, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1)).to(dtype)
+    output = attend_one(pool, query, torch.full((4,), 1000, dtype=torch.int32), 0.5)
+    assert output.dtype == dtype
+    for owner, length in enumerate(lengths):
+        keys, values = (pool.entries(owner, name)[:length].double() for name in ("keys", "values"))
+        own = query.view(4, 3, HEAD_DIM)[owner].double()
+        expected = (own @ keys.T * 0.5).softmax(-1) @ values
+        tolerance = 1e-12 if dtype == torch.float64 else 20 * torch.finfo(dtype).eps
+        torch.testing.assert_close(output.view(4, 3, HEAD_DIM)[owner].double(), expected, atol=tolerance, rtol=0)
+
+
+def test_logits_of_any_size_and_owners_apart() -> None:
+    pool, _ = filled([40, 40])
+    pool.buffers["keys"].mul_(1e4)
+    query = torch.randn((1, 2, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    query[:, 1] *= 1e-6
+    output = attend_one(pool, query, torch.full((2,), 100, dtype=torch.int32), 1.0)
+    for owner in range(2):
+        keys, values = (pool.entries(owner, name)[:40] for name in ("keys", "values"))
+        torch.testing.assert_close(output[0, owner, 0], (keys @ query[0, owner, 0]).softmax(-1) @ values)
+
+
+def test_a_first_chunk_without_deadlines_is_plain_causal_attention() -> None:
+    empty = PagePool(2, LIKE, lambda change: None)
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn((2, 20, HEAD_DIM), generator=generator, dtype=torch.float64) for _ in range(3))
+    for never in (NEVER, 100):
+        entries = {
+            "keys": keys,
+            "values": values,
+            "positions": torch.arange(20, dtype=torch.int32).expand(2, -1),
+            "deadlines": torch.full((2, 20), never, dtype=torch.int32),
+        }
+        plain = attend_chunk(empty, 0, query, entries, 0.3)
+        entries["deadlines"][:, :-1] = 19 if never == 100 else NEVER
+        entries["deadlines"][0, 0] = 19
+        masked = attend_chunk(empty, 0, query, entries, 0.3)
+        torch.testing.assert_close(plain[:, :19], masked[:, :19], atol=1e-12, rtol=0)
+        assert not torch.allclose(plain[0, 19], masked[0, 19])
+
+
+def test_owners_move_and_are_copied() -> None:
+    pool, books = filled([20, 3, 50, 17])
+    before = {owner: pool.entries(owner, "keys") for owner in range(4)}
+    copy_books = Books()
+    copy = PagePool(8, LIKE, copy_books.count)
+    copy.copy_from(pool, 4)
+    for owner in range(4):
+        assert torch.equal(copy.entries(4 + owner, "keys"), before[owner])
+        assert int(copy.length[4 + owner]) == int(pool.length[owner])
+        newest = int(copy.newest[4 + owner])
+        assert int(copy.buffers["positions"].view(-1)[newest]) == int(pool.length[owner]) - 1
+    assert copy.nbytes() == copy_books.bytes_held
+    pool.move_owners(2, 0, 2)
+    assert torch.equal(pool.entries(0, "keys"), before[2])
+    assert torch.equal(pool.entries(1, "keys"), before[3])
+    assert pool.tables[2] == pool.tables[3] == []
+    pages = pool.pages
+    pool.trim()
+    assert pool.pages == pages - 3
+    assert torch.equal(pool.entries(0, "keys"), before[2])
+    assert pool.nbytes() == books.bytes_held
+
+
+def test_the_pool_grows_by_little_and_its_stock_is_small() -> None:
+    pool, _ = filled([1600, 1600])
+    used = pool.pages
+    for _ in range(200):
+        pool.take({0: 1})
+        used += 1
+        assert pool.pages <= used * (1 + SPARE)
