@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -69,10 +69,20 @@ class Outcome:
 def run(settings: Settings, watch: Watcher, make_generator: MakeGenerator | None = None) -> Outcome:
     """Run what is not yet finished of a cell, and summarise all of it. Every finished sample is kept, whatever ends
     the run. Raises UserError for bad input, RunFailed if a policy saw more than its budget."""
-    plan = make_plan(settings, watch.phase)
+    return run_plan(make_plan(settings, watch.phase), watch, make_generator)
+
+
+def run_plan(
+    plan: Plan,
+    watch: Watcher,
+    make_generator: MakeGenerator | None = None,
+    only: Collection[records.Key] | None = None,
+) -> Outcome:
+    """The same for a plan that is made, or for some of its samples."""
     with records.open_run(plan.folder, plan.identity) as folder:
         _check_same_prompts(plan, folder)
-        todo = [planned for planned in plan.prompts if planned.key not in folder.samples]
+        wanted = [planned for planned in plan.prompts if only is None or planned.key in only]
+        todo = [planned for planned in wanted if planned.key not in folder.samples]
         watch.planned(plan, len(plan.prompts) - len(todo))
         for sentence in _warnings(plan):
             watch.warn(sentence)

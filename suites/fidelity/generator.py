@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Forced:
-    """Feeds every prompt its document's continuation and measures. device: that of the model, in words."""
+    """Feeds every prompt its document's continuation and measures it by `comparison`. device: the model's, in words."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel):
         settings = plan.settings
         self.device = environment.device_of(model)
         self._documents = {name: task.task_docs for name, task in plan.tasks.items()}
-        self._comparison = Comparison(
+        self.comparison = Comparison(
             model,
             plan.policy,
             plan.checked.budget,
@@ -33,7 +33,7 @@ class Forced:
 
     def run(self, requests: Iterable[Request]) -> Iterator[Measured]:
         """Measure on every request; results come as they finish, in any order."""
-        return self._comparison.run(self._text(request) for request in requests)
+        return self.comparison.run(self._text(request) for request in requests)
 
     def _text(self, request: Request) -> Text:
         assert isinstance(request.key, tuple)

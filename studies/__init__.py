@@ -1,0 +1,1 @@
+"""Questions asked of the policies here, with their answers in results/reference; each is run by `python -m`."""

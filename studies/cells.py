@@ -1,0 +1,185 @@
+"""Many cells on the same texts, text by text, so that all of them share what a text costs once.
+
+Every cell is an ordinary run with an ordinary folder: it resumes, other processes may work on other cells, and
+`evictbench run` finds and extends it. Its times are not those of an ordinary run (see `replay`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from evictbench import environment, models, records, registry
+from evictbench.errors import UserError
+from evictbench.plan import Plan, make_plan
+from evictbench.run import TextGenerator, run_plan
+from evictbench.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from studies.replay import DenseRuns
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Cell:
+    """A policy, as named (`kvpop:label=max`, `kvpop@folder` for weights in a folder), at a budget, and its plan."""
+
+    name: str
+    budget: str | None
+    plan: Plan
+    busy: bool = False
+
+    @property
+    def title(self) -> str:
+        """The policy and the budget."""
+        return self.name if self.budget is None else f"{self.name} at {self.budget}"
+
+    @property
+    def kind(self) -> str:
+        """What it is beside the others: full, oracle (knows the future), learned, or training-free."""
+        policy = self.plan.policy
+        if not policy.needs_budget:
+            return "full"
+        return "oracle" if policy.foresees else "learned" if policy.learned else "training-free"
+
+    def values(self, metric: str) -> dict[records.Key, float]:
+        """A metric of every sample asked for that is finished, by sample."""
+        asked = {planned.key for planned in self.plan.prompts}
+        lines = records.read_samples(self.plan.folder)
+        return {key: _metric(line, metric) for key, line in lines.items() if key in asked}
+
+
+@dataclass
+class Silent:
+    """Watches a run and says nothing but warnings."""
+
+    say: Say
+    samples: int = 0
+    warned: set[str] = field(default_factory=set)
+
+    def phase(self, text: str) -> None:
+        """Nothing."""
+
+    def planned(self, plan: Plan, finished: int) -> None:
+        """Nothing."""
+
+    def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
+        """Nothing."""
+
+    def warn(self, sentence: str) -> None:
+        """Say it once."""
+        if sentence not in self.warned:
+            self.warned.add(sentence)
+            self.say(f"warning: {sentence}")
+
+    def sample(self, line: dict[str, Any]) -> None:
+        """Count it."""
+        self.samples += 1
+
+
+def plan_cells(policies: Iterable[str], budgets: Sequence[str], common: Settings, say: Say) -> list[Cell]:
+    """Check and plan every policy at every budget; a policy without one is planned once."""
+    cells = []
+    for name in policies:
+        policy, _, weights = name.partition("@")
+        chosen = registry.parse_policy(policy).policy
+        for budget in budgets if chosen.needs_budget else (None,):
+            settings = replace(common, policy=policy, budget=budget, weights=weights or None)
+            cell = Cell(name, budget, make_plan(settings))
+            say(f"planned: {cell.title}, {len(cell.plan.prompts)} samples, {cell.plan.folder}")
+            cells.append(cell)
+    return cells
+
+
+def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
+    """Run what is not finished, `block` samples of every cell at a time; False if stopped by Ctrl-C.
+
+    A cell that another process is writing to is left to it.
+    """
+    finished_keys = _finished(cells).values()
+    todo = [key for key in _keys(cells) if any(key not in done for done in finished_keys)]
+    if not todo:
+        return True
+    plan = cells[0].plan
+    say("loading the weights")
+    settings = plan.settings
+    model = models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+    from studies.replay import DenseRuns
+
+    runs = DenseRuns(model, block)
+    watch = Silent(say)
+    for start in range(0, len(todo), block):
+        keys = set(todo[start : start + block])
+        for cell in cells:
+            finished = records.read_samples(cell.plan.folder) if cell.plan.folder.exists() else {}
+            if cell.busy or keys <= finished.keys():
+                continue
+            began, watch.samples = time.perf_counter(), 0
+            try:
+                outcome = run_plan(cell.plan, watch, lambda plan: _generator(plan, model, runs), keys)
+            except UserError as error:
+                if not str(error).startswith("Another run is writing"):
+                    raise
+                cell.busy = True
+                say(f"left to the process that is writing it: {cell.title}")
+                continue
+            if outcome.interrupted:
+                return False
+            seconds = time.perf_counter() - began
+            done, each = min(start + block, len(todo)), seconds / max(1, watch.samples)
+            say(f"{done}/{len(todo)} {cell.title}: {watch.samples} samples, {each:.2f} s each")
+    return True
+
+
+def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[TextGenerator, str]:
+    from evictbench.generation import Generator
+    from evictbench.suites.fidelity.generator import Forced
+    from studies.replay import ReplayingFeeder
+
+    settings = plan.settings
+    feeder = ReplayingFeeder(
+        model,
+        plan.policy,
+        plan.checked.budget,
+        prefill=settings.prefill,
+        chunk=settings.chunk,
+        runs=runs,
+        label=plan.checked.chosen.label,
+    )
+    if plan.checked.suite.generator is not None:
+        forced = Forced(plan, model)
+        forced.comparison.feeder = feeder
+        forced.comparison.dense_passes = runs.dense_passes
+        return forced, environment.device_of(model)
+    generator = Generator(
+        model,
+        plan.tokenizer,
+        plan.policy,
+        plan.checked.budget,
+        prefill=settings.prefill,
+        chunk=settings.chunk,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    generator.feeder = feeder
+    return generator, environment.device_of(model)
+
+
+def _keys(cells: Sequence[Cell]) -> list[records.Key]:
+    return list(dict.fromkeys(planned.key for cell in cells for planned in cell.plan.prompts))
+
+
+def _finished(cells: Sequence[Cell]) -> dict[str, set[records.Key]]:
+    return {
+        cell.title: set(records.read_samples(cell.plan.folder)) if cell.plan.folder.exists() else set()
+        for cell in cells
+    }
+
+
+def _metric(line: Mapping[str, Any], metric: str) -> float:
+    return float(line["score"] if metric == "score" else line["metrics"][metric])

@@ -1,0 +1,191 @@
+"""Do named policies beat the others, on the same samples? Fidelity on GSM8K test text, and RULER's needles.
+
+    python -m studies.compare fidelity --data-dir DATA --policies h2o,tova,kvpop:label=mean,oracle
+    python -m studies.compare ruler --policies h2o,tova,kvpop:label=max,oracle:label=max --budgets 256
+    python -m studies.compare ruler --policies ... --part 1/2      # every other cell; another process takes 2/2
+    python -m studies.compare ruler --policies ... --table         # only show what is there
+
+Policies are named as on the command line; `kvpop:label=max@FOLDER` takes its weights from a folder. What is finished is
+not run again. Each policy of --test (learned ones and oracles by default) is set beside every training-free one by a
+paired t-test over samples and by the exact sign test, which for right-or-wrong answers is McNemar's. Times in these
+folders are not those of ordinary runs: what a text costs once is shared by all cells (`studies.replay`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    from studies.cells import Cell
+
+POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,oracle:label=mean,oracle:label=max"
+
+WORKLOADS: Mapping[str, Mapping[str, Any]] = {
+    "fidelity": {"tasks": "gsm8k", "context": 864, "max_new_tokens": "96", "limit": 50},
+    "ruler": {
+        "tasks": "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1",
+        "context": 1024,
+        "max_new_tokens": "auto",
+        "limit": 50,
+    },
+}
+"""By suite: tasks, tokens in all, tokens of a continuation or answer at most, samples per task."""
+
+METRICS: Mapping[str, tuple[tuple[str, bool], ...]] = {
+    "fidelity": (("kl", False), ("nll", False), ("agreement", True)),
+    "ruler": (("score", True),),
+}
+"""By suite: what is compared, and whether more of it is better."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code."""
+    options = _options(arguments)
+    try:
+        return _compare(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from evictbench.registry import split_policies
+    from evictbench.settings import Settings
+    from studies.cells import plan_cells, run_cells
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    common = Settings(
+        policy="full",
+        suite=options.suite,
+        tasks=options.tasks,
+        context=options.context,
+        limit=options.limit,
+        max_new_tokens=options.max_new_tokens,
+        model=options.model,
+        seed=options.seed,
+        batch_size=options.block,
+        device=options.device,
+        dtype=options.dtype,
+        data_dir=options.data_dir,
+        haystack=options.haystack,
+        out=options.out,
+    )
+    budgets = [budget.strip() for budget in options.budgets.split(",")]
+    cells = plan_cells(split_policies(options.policies), budgets, common, say)
+    if not options.table:
+        part, of = options.part
+        if not run_cells([cell for index, cell in enumerate(cells) if index % of == part - 1], options.block, say):
+            say("stopped; what is finished is kept")
+            return 130
+    named = split_policies(options.test) if options.test else None
+    for metric, more_is_better in METRICS[options.suite]:
+        for line in table(cells, metric, more_is_better, named):
+            print(line)
+    return 0
+
+
+def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Sequence[str] | None = None) -> list[str]:
+    """Lines: every cell's mean with its interval, then each tested policy beside every training-free one.
+
+    named: the policies to test, by the names that the cells have; None: all learned ones and oracles.
+    """
+    from evictbench.stats import mean_interval, spread_interval
+    from studies.paired import paired
+
+    found = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
+    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
+    width = max(len(cell.title) for cell in cells)
+    for cell in cells:
+        values = list(found.get(cell.title, {}).values())
+        if values:
+            scores = metric == "score" and all(value in (0, 1) for value in values)
+            interval = mean_interval(values) if scores else spread_interval(values)
+            spread = "" if interval is None else f"  {interval[0]:8.4f} to {interval[1]:8.4f}"
+            lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}")
+    for budget in dict.fromkeys(cell.budget for cell in cells if cell.budget is not None):
+        level = [cell for cell in cells if cell.budget == budget and found.get(cell.title)]
+        others = [cell for cell in level if cell.kind == "training-free"]
+        for cell in level:
+            if cell.name not in named if named is not None else cell.kind not in ("learned", "oracle"):
+                continue
+            lines.append(f"  {cell.title} against")
+            for other in others:
+                if other is cell or not found[cell.title].keys() & found[other.title].keys():
+                    continue
+                pair = paired(found[cell.title], found[other.title])
+                better = (pair.mean > 0) == more_is_better and pair.mean != 0
+                spread = "" if pair.interval is None else f" ({pair.interval[0]:+.4f} to {pair.interval[1]:+.4f})"
+                lines.append(
+                    f"    {other.name:<{width}}  {pair.mean:+.4f}{spread}  t-test p {pair.t_test:.2g}, sign test p "
+                    f"{pair.sign_test:.2g} ({pair.wins} above, {pair.losses} below, n {pair.count})"
+                    f"{', better' if better else ''}"
+                )
+            lines += _closed(cell, level, found)
+    return lines
+
+
+def _closed(cell: Cell, level: Sequence[Cell], found: Mapping[str, Mapping[Any, float]]) -> list[str]:
+    """How much of the gap between h2o and each oracle a learned policy closes, on the samples that all three have."""
+    start = next((other for other in level if other.name == "h2o"), None)
+    if start is None or cell.kind != "learned":
+        return []
+    lines = []
+    for oracle in (other for other in level if other.kind == "oracle"):
+        common = found[cell.title].keys() & found[start.title].keys() & found[oracle.title].keys()
+        if not common:
+            continue
+        mine, low, high = (fmean(found[each.title][key] for key in common) for each in (cell, start, oracle))
+        if high != low:
+            lines.append(f"    closes {(mine - low) / (high - low):.0%} of the gap between h2o and {oracle.name}")
+    return lines
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite", choices=list(WORKLOADS))
+    parser.add_argument("--policies", default=POLICIES, help=f"default: {POLICIES}")
+    parser.add_argument("--test", help="policies to test against the training-free ones, by the names they have here")
+    parser.add_argument("--budgets", default="128,256")
+    parser.add_argument("--tasks", help="of the suite; default: GSM8K text, or RULER's noise and needles")
+    parser.add_argument("--context", type=int, help="tokens of a sample, answer or continuation included")
+    parser.add_argument("--limit", type=int, help="samples per task (default 50)")
+    parser.add_argument("--max-new-tokens", help="tokens of a continuation or answer at most")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block", type=int, default=8, help="samples that go through all cells before the next ones")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="1/2: only the first of two halves of the cells")
+    parser.add_argument("--table", action="store_true", help="run nothing, show what is finished")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--haystack", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results/runs/compare"))
+    options = parser.parse_args(arguments)
+    for name, value in WORKLOADS[options.suite].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.block < 1:
+        parser.error("--block is at least 1")
+    return options
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, of = text.partition("/")
+    if not (part.isdigit() and of.isdigit() and 1 <= int(part) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 1/2")
+    return int(part), int(of)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

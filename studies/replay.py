@@ -1,0 +1,152 @@
+"""One dense run over a text in place of many: what does not depend on policy or budget is computed once.
+
+Where a prompt is attended whole and cut at its end (dense prefill), queries, keys and values are the same for every
+policy and budget. They are recorded once and shown to each cache through the engine's own attention function, which
+writes, lets the policy look, and cuts as in any run; the last tokens go through the model itself. The oracle's labels
+come from the same recording. Results are those of an ordinary run up to the rounding of matrix products; times of
+prompts are not, and say nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from evictbench.attention import attend
+from evictbench.feeding import Feeder
+from evictbench.foresight import Watch, watch_dense_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictbench.budget import Budget
+    from evictbench.cache import EvictionCache
+    from evictbench.fidelity import DensePasses
+    from evictbench.policy import Policy
+
+FED = 8
+"""Tokens at the end of a prompt that go through the model, so that there is something to predict from."""
+
+SHOWN = frozenset({"last_query_probs", "window_probs", "mass"})
+"""What a policy can be shown of a recording."""
+
+Tokens = tuple[int, ...]
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class LayerRecording:
+    """Query `[1, heads, tokens, head_dim]`, key and value `[1, kv_heads, tokens, head_dim]`, and their scaling."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+
+
+class DenseRuns:
+    """Recordings of the last `keep` texts, their labels, and what fidelity's dense passes found.
+
+    A recording takes 4 · layers · (heads + 2 · kv_heads) · head_dim bytes a token in float32: 115 MB for 1,000 tokens
+    of SmolLM2-135M.
+    """
+
+    def __init__(self, model: PreTrainedModel, keep: int) -> None:
+        self.model = model
+        self.keep = keep
+        self.dense_passes: DensePasses = {}
+        self._recordings: OrderedDict[Tokens, list[LayerRecording]] = OrderedDict()
+        self._labels: OrderedDict[tuple[str, Tokens], list[Tensor]] = OrderedDict()
+
+    def recording(self, tokens: Tokens) -> list[LayerRecording]:
+        """Every layer's queries, keys and values over a text."""
+
+        def record() -> list[LayerRecording]:
+            layers: list[LayerRecording] = []
+
+            def watch(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+                layers.append(LayerRecording(query, key, value, scaling))
+
+            watch_dense_run(self.model, tokens, watch)
+            return layers
+
+        return _once(self._recordings, tokens, record, self.keep)
+
+    def foreseen_by(self, policy: Policy, label: str) -> Callable[[Sequence[int]], list[Tensor]]:
+        """A policy's labels of a text. label: the policy with its settings."""
+
+        def foresee(tokens: Sequence[int]) -> list[Tensor]:
+            text = tuple(tokens)
+
+            def run(watch: Watch) -> None:
+                for index, layer in enumerate(self.recording(text)):
+                    watch(index, layer.query, layer.key, layer.value, layer.scaling)
+
+            return _once(self._labels, (label, text), lambda: policy.foresee(run), 4 * self.keep)
+
+        return foresee
+
+
+class ReplayingFeeder(Feeder):
+    """A feeder that takes a densely attended prompt from its recording. label: the policy with its settings."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        budget: Budget | None,
+        *,
+        prefill: Literal["native", "dense", "bounded"],
+        chunk: int,
+        runs: DenseRuns,
+        label: str,
+    ) -> None:
+        super().__init__(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.runs = runs
+        self.foresee = runs.foreseen_by(policy, label)
+        dense = not policy.needs_budget or (policy.prefill if prefill == "native" else prefill) == "dense"
+        self._replays = dense and not policy.ragged and policy.signals <= SHOWN
+        self._text: Tokens = ()
+        self._replayed = 0
+
+    def prompt_cache(self, prompt: Sequence[int], border: int | None, following: Sequence[int] = ()) -> EvictionCache:
+        """As ever; what is known of the text is what is recorded."""
+        self._text = (*prompt, *following)
+        return super().prompt_cache(prompt, border, following)
+
+    def passes(self, length: int, border: int | None) -> Iterator[tuple[int, int]]:
+        """All but the end of what is attended densely in one pass, that end, and the question."""
+        end = border if border and border < length else length
+        self._replayed = max(0, end - FED) if self._replays else 0
+        if not self._replayed:
+            return super().passes(length, border)
+        return itertools.pairwise([0, self._replayed, end, *([length] if end < length else [])])
+
+    def feed(self, cache: EvictionCache, tokens: list[list[int]], starts: Sequence[int], keep: int = 1) -> Tensor:
+        """One forward pass, or a recorded one, which has no logits: `[1, 0, 0]`."""
+        if not self._replayed or cache.prompt_done or cache.seen:
+            return super().feed(cache, tokens, starts, keep)
+        nobody: Any = None
+        for layer, recorded in zip(cache.layers, self.runs.recording(self._text), strict=True):
+            query, key, value = (
+                part[:, :, : self._replayed] for part in (recorded.query, recorded.key, recorded.value)
+            )
+            keys, values = layer.update(key, value)
+            attend(nobody, query, keys, values, None, recorded.scaling)
+        return torch.empty((1, 0, 0))
+
+
+def _once(kept: OrderedDict[Key, Made], key: Key, make: Callable[[], Made], most: int) -> Made:
+    """What is kept under a key, made if need be; the oldest is dropped."""
+    if key not in kept:
+        kept[key] = make()
+        while len(kept) > most:
+            kept.popitem(last=False)
+    return kept[key]
