@@ -164,7 +164,19 @@ class DMSLearner(Learner):
 
     def card(self) -> Mapping[str, Any]:
         """What the weights' card says of the gate."""
-        return {"gate": "separate", "epsilon": self.epsilon, "sinks": self.recipe.sinks, "window": self.window}
+        notes = [
+            f"One gate serves all shares: it was trained up to a compression ratio of {self.recipe.ratio:g}, and a budget "
+            "moves its threshold by the calibration, between what was measured in a straight line.",
+            "Texts unlike those of the calibration keep other shares than asked for; results state what was measured.",
+            f"Trained with {self.recipe.sinks} sinks and a window of {self.window}; no others were tried with it.",
+        ]
+        return {
+            "gate": "separate",
+            "epsilon": self.epsilon,
+            "sinks": self.recipe.sinks,
+            "window": self.window,
+            "notes": notes,
+        }
 
     def _first_reached(self, tokens: Tensor) -> int:
         """The first position that some decision can reach; UserError where there is none."""
