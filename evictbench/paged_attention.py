@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evictbench import paged_flex
 from evictbench.pages import PAGE, PagePool
 
 
@@ -54,6 +55,14 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float)
     """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
 
     positions: `[owners]` int32, the token's position, for the owners of these rows.
+    """
+    attend = _by_flex_attention if query.device.type == "cuda" else by_page
+    return attend(pool, query, positions, scaling)
+
+
+def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """The same on any device, in a few batched products.
+
     Every page meets its owner's queries where it lies, all pages at once, and the softmax is put together per owner.
     """
     head_dim = query.shape[-1]
@@ -70,3 +79,6 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float)
     parts = torch.bmm(weights.to(values.dtype), values).to(wide)
     output = torch.zeros(own.shape, dtype=wide, device=query.device).index_add_(0, owner, parts)
     return (output / total[:, :, None]).to(query.dtype).view(query.shape)
+
+
+_by_flex_attention = paged_flex.Checked(paged_flex.attend_one, by_page)

@@ -52,6 +52,7 @@ class PagePool:
         self.reusable = torch.full_like(self.length, -1)
         self.tables: list[list[int]] = [[] for _ in range(owners)]
         self.spare: list[int] = []
+        self._on_device: tuple[Tensor, Tensor] | None = None
         count_bytes(self.nbytes())
 
     @property
@@ -152,13 +153,27 @@ class PagePool:
         self.buffers[name] = new
 
     def _set_tails(self, owners: Iterable[int]) -> None:
-        """Tell the device which page is each owner's last."""
+        """Tell the device which page is each owner's last; called whenever pages change hands."""
+        self._on_device = None
         having = [owner for owner in owners if self.tables[owner]]
         if having:
             last = torch.tensor([self.tables[owner][-1] for owner in having], device=self.device)
             self.tail[torch.tensor(having, device=self.device)] = last
 
     # Entries.
+
+    def tables_on_device(self, owners: int) -> tuple[Tensor, Tensor]:
+        """How many pages each of the first owners has, `[owners]` int32, and which, `[owners, most]` int32, padded with
+        0. Kept until pages change hands."""
+        if self._on_device is None or self._on_device[0].shape[0] != owners:
+            tables = self.tables[:owners]
+            most = 1 << (max(map(len, tables)) - 1).bit_length()
+            padded = [table + [0] * (most - len(table)) for table in tables]
+            self._on_device = (
+                torch.tensor([len(table) for table in tables], dtype=torch.int32, device=self.device),
+                torch.tensor(padded, dtype=torch.int32, device=self.device),
+            )
+        return self._on_device
 
     def table(self, owner: int) -> Tensor:
         """The pages of an owner, in order, int64."""
@@ -260,6 +275,7 @@ class PagePool:
                 pages = self.table(source + i)
                 self.tables[target + i], self.tables[source + i] = self.tables[source + i], []
                 self.owner[pages] = target + i
+            self._set_tails(range(target, target + count))
             for tensor in self._by_owner().values():
                 tensor[target : target + count] = tensor[source : source + count].clone()
         self.length[source : source + count] = 0

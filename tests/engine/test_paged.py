@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from evictbench import paged_flex
 from evictbench.paged_attention import attend_chunk, attend_one
 from evictbench.pages import NEVER, PAGE, SPARE, PagePool
 
@@ -195,3 +196,46 @@ def test_the_pool_grows_by_little_and_its_stock_is_small() -> None:
         pool.take({0: 1})
         used += 1
         assert pool.pages <= used * (1 + SPARE)
+
+
+def test_flex_attention_over_pages_sees_the_same() -> None:
+    pool, _ = filled([1, 37, 16, 300])
+    pool.buffers["deadlines"].view(-1)[pool.table(3) * PAGE + 3] = 50
+    query = torch.randn((2, 6, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    positions = torch.tensor([1000, 1000, 1000, 50], dtype=torch.int32)
+    found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
+    torch.testing.assert_close(found, attend_one(pool, query, positions, 0.5), atol=1e-12, rtol=0)
+    pool.move_owners(2, 0, 2)
+    query, positions = query[:1], positions[2:]
+    found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
+    torch.testing.assert_close(found, attend_one(pool, query, positions, 0.5), atol=1e-12, rtol=0)
+
+
+def test_a_kernel_that_fails_or_differs_is_not_used() -> None:
+    pool, _ = filled([20, 37])
+    query, positions = torch.ones((1, 2, 1, HEAD_DIM), dtype=torch.float64), torch.full((2,), 99, dtype=torch.int32)
+    calls: list[str] = []
+
+    def right(*given: object) -> torch.Tensor:
+        calls.append("right")
+        return attend_one(*given)  # type: ignore[arg-type]
+
+    def wrong(*given: object) -> torch.Tensor:
+        calls.append("wrong")
+        return attend_one(*given) + 1e-3  # type: ignore[arg-type]
+
+    def broken(*given: object) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    expected = attend_one(pool, query, positions, 0.5)
+    for kernel, sentence in ((wrong, "it differs by 0.001"), (broken, r"it does not run \(RuntimeError\)")):
+        checked = paged_flex.Checked(kernel, attend_one)
+        with pytest.warns(UserWarning, match=sentence):
+            assert torch.equal(checked(pool, query, positions, 0.5), expected)
+        calls.clear()
+        assert torch.equal(checked(pool, query, positions, 0.5), expected)
+        assert not calls
+    checked = paged_flex.Checked(right, attend_one)
+    checked(pool, query, positions, 0.5)
+    assert torch.equal(checked(pool, query, positions, 0.5), expected)
+    assert calls == ["right", "right"]
