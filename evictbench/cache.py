@@ -11,6 +11,8 @@ included:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -196,7 +198,7 @@ class EvictionCache(Cache):
             positions=step.query_positions(keys.device),
             keys=keys,
             values=values,
-            inv_freq=self.frequencies(keys.device),
+            turning_back=self._turning_back(keys, step),
             known=self._labels(layer.index, step.query_positions(keys.device)),
         )
         layer.write(entering, step, placement.free.to(keys.device))
@@ -215,13 +217,12 @@ class EvictionCache(Cache):
                 known[row] = label[:, at.clamp(0, last)].masked_fill((at < 0) | (at > last), torch.nan)
         return known
 
-    def frequencies(self, device: torch.device) -> Tensor | None:
-        """The rotary inverse frequencies on a device, where the policy asks for them."""
+    def _turning_back(self, keys: Tensor, step: Pass) -> Callable[..., tuple[Tensor, Tensor]] | None:
         if self.inv_freq is None or not self.policy.rotary:
             return None
-        if self.inv_freq.device != device:
-            self.inv_freq = self.inv_freq.to(device)
-        return self.inv_freq
+        if self.inv_freq.device != keys.device:
+            self.inv_freq = self.inv_freq.to(keys.device)
+        return partial(step.turning_back, self.inv_freq, keys.dtype)
 
     def finish(self, layer: SlotLayer, step: Pass, view: Step) -> None:
         """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from evictbench.reindex import angles
+
 if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.placement import Placement
@@ -165,6 +167,19 @@ class Pass:
             return positions if self.real is None else positions.masked_fill(~self.real.to(device), -1)
 
         return self.once("query_positions", device, make)
+
+    def turning_back(self, inv_freq: Tensor, dtype: torch.dtype, *behind: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[rows, 1, len(behind) · queries, rotary / 2]` that undo the rotation of the keys so many
+        positions before each query, one set of queries after the other; of position 0 where that is before the first.
+        """
+
+        def make() -> Tensor:
+            asking = self.query_positions(inv_freq.device)
+            positions = torch.cat([(asking - back).clamp(min=0) for back in behind], dim=1)
+            return torch.stack(angles(-positions[:, None], inv_freq, dtype))
+
+        cos, sin = self.once(f"turning_back {behind}", inv_freq.device, make)
+        return cos, sin
 
     def budgets(self, device: torch.device) -> Tensor:
         """`[rows, queries + 1]` int64: what each query may see, and the next one."""

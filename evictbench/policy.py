@@ -78,7 +78,9 @@ class Entering:
     """The new entries of one layer in one forward pass, before they are written.
 
     positions: `[rows, new]` int32, -1 for padding. keys, values: `[rows, kv_heads, new, head_dim]`, as cached.
-    inv_freq: the model's rotary inverse frequencies, where the policy is `rotary`. known: `[rows, kv_heads, new]`,
+    turning_back: where the policy is `rotary`, call it with n for the angles (cosines, sines, `[rows, 1, new, ..]`)
+    that undo, by `evictbench.reindex.turn`, the rotation of the keys n positions before the new ones; with several n
+    for several sets of angles, one behind the other. known: `[rows, kv_heads, new]`,
     the label of each entry where the policy `foresees`; NaN where a sequence's labels end.
     """
 
@@ -87,7 +89,7 @@ class Entering:
     positions: Tensor
     keys: Tensor
     values: Tensor
-    inv_freq: Tensor | None = None
+    turning_back: Callable[..., tuple[Tensor, Tensor]] | None = None
     known: Tensor | None = None
 
 

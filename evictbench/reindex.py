@@ -30,15 +30,22 @@ def rotate(states: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
     states: `[..., head_dim]`, of which the first `2 · len(inv_freq)` are rotary, halves paired;
     shift: broadcastable to states without its last dimension.
     """
-    rotary = 2 * inv_freq.shape[-1]
-    angle = shift[..., None].float() * inv_freq.float()
-    cos, sin = angle.cos(), angle.sin()
-    if states.dtype == torch.float64:
-        angle = shift[..., None].double() * inv_freq.double()
-        cos, sin = angle.cos(), angle.sin()
-    first, second = states[..., : rotary // 2].to(cos.dtype), states[..., rotary // 2 : rotary].to(cos.dtype)
+    return turn(states, *angles(shift, inv_freq, states.dtype))
+
+
+def angles(shift: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of turning by `shift` positions, `[.., rotary / 2]`: float32, float64 for float64 states."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    angle = shift[..., None].to(wide) * inv_freq.to(wide)
+    return angle.cos(), angle.sin()
+
+
+def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn rotary keys or queries `[.., head_dim]` by angles `[.., rotary / 2]`, keeping their dtype."""
+    half = cos.shape[-1]
+    first, second = states[..., :half].to(cos.dtype), states[..., half : 2 * half].to(cos.dtype)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
-    return turned if rotary == states.shape[-1] else torch.cat([turned, states[..., rotary:]], dim=-1)
+    return turned if 2 * half == states.shape[-1] else torch.cat([turned, states[..., 2 * half :]], dim=-1)
 
 
 def inverse_frequencies(model: PreTrainedModel, policy: str) -> Tensor:

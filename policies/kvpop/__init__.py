@@ -147,13 +147,14 @@ class KVpopMLP(_Ranked):
 
     def enter(self, entering: Entering) -> Mapping[str, Tensor]:
         """Score new entries."""
-        from .features import unrotated
+        from evictbench.reindex import turn
+
         from .ranking import priority
 
-        assert entering.inv_freq is not None
+        assert entering.turning_back is not None
         scorer, log_gamma = self.of_layer(entering.layer, entering.keys.device)
+        score = scorer(turn(entering.keys, *entering.turning_back(0)), entering.values)
         positions = entering.positions[:, None]
-        score = scorer(unrotated(entering.keys, entering.inv_freq, positions), entering.values)
         return {"priority": priority(score, log_gamma, positions)}
 
 

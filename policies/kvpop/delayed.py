@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from evictbench.reindex import turn
+
 from . import mlstm
-from .features import unrotated
 from .ranking import priority
 
 if TYPE_CHECKING:
@@ -24,30 +25,32 @@ def score_leaving(step: Step, scorer: MLSTMScorer, log_gamma: Tensor, window: in
     After the query at q, that is token q + 1 - window, if there is one; with a window of 1 it is q itself.
     """
     entered = step.entered
-    assert entered.inv_freq is not None
+    assert entered.turning_back is not None
     asked = step.query_positions  # [rows, new], -1 for padding, which is on the left
-    z = scorer.standardise(unrotated(entered.keys, entered.inv_freq, asked[:, None]), entered.values)
-    key, value, input_gate, log_forget = scorer.write_features(z)
-    state = mlstm.State(*(step.memory[name] for name in ("memory", "normaliser", "stabiliser")))
+    new = asked.shape[1]
     leaving = asked + 1 - window
     slots, found = _slots_of(leaving, step.positions)
     at = slots[..., None].expand(-1, -1, -1, step.keys.shape[-1])
-    positions = leaving[:, None].clamp(min=0)
-    keys = unrotated(step.keys.gather(2, at), entered.inv_freq, positions)
-    left = scorer.standardise(keys, step.values.gather(2, at))
+    # New tokens and those that leave, side by side: most of the work is the same for both.
+    keys = torch.cat([entered.keys, step.keys.gather(2, at)], dim=2)
+    values = torch.cat([entered.values, step.values.gather(2, at)], dim=2)
+    z = scorer.standardise(turn(keys, *entered.turning_back(0, window - 1)), values)
+    key, value, input_gate, log_forget = scorer.write_features(z[:, :, :new])
+    left = z[:, :, new:]
     query = left @ scorer.wq
-    if asked.shape[1] == 1:
-        new = mlstm.step(state, key[:, :, 0], value[:, :, 0], input_gate[:, :, 0], log_forget[:, :, 0])
-        answer = mlstm.read(new, query[:, :, 0])[:, :, None]
+    state = mlstm.State(*(step.memory[name] for name in ("memory", "normaliser", "stabiliser")))
+    if new == 1:
+        after = mlstm.step(state, key[:, :, 0], value[:, :, 0], input_gate[:, :, 0], log_forget[:, :, 0])
+        answer = mlstm.read(after, query[:, :, 0])[:, :, None]
     else:
         padding = (asked < 0)[:, None]
         input_gate = input_gate.masked_fill(padding, -torch.inf)
         log_forget = log_forget.masked_fill(padding, 0.0)
-        answer, new = mlstm.chunked(state, key, value, input_gate, log_forget, query)
-    for held, updated in zip(state, new, strict=True):
+        answer, after = mlstm.chunked(state, key, value, input_gate, log_forget, query)
+    for held, updated in zip(state, after, strict=True):
         held.copy_(updated)
     score = scorer.judge(torch.cat([left, answer], dim=-1))
-    _put(step.state["priority"], slots, found, priority(score, log_gamma, positions))
+    _put(step.state["priority"], slots, found, priority(score, log_gamma, leaving[:, None]))
 
 
 def _slots_of(wanted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

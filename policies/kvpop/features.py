@@ -43,11 +43,9 @@ class Recorder:
         return {name: torch.stack([tensor.cpu() for tensor in found], dim=1) for name, found in self.found.items()}
 
 
-def unrotated(keys: Tensor, inv_freq: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Keys `[.., S, head_dim]` turned back to before RoPE; positions broadcastable to `[.., S]`, None: 0 .. S - 1."""
-    if positions is None:
-        positions = torch.arange(keys.shape[-2], device=keys.device)
-    return rotate(keys, -positions, inv_freq)
+def unrotated(keys: Tensor, inv_freq: Tensor) -> Tensor:
+    """Keys `[.., S, head_dim]` of positions 0 .. S - 1, turned back to before RoPE."""
+    return rotate(keys, -torch.arange(keys.shape[-2], device=keys.device), inv_freq)
 
 
 def record(model: PreTrainedModel, tokens: Tensor, window: int) -> dict[str, Tensor]:

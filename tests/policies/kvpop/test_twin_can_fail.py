@@ -31,8 +31,14 @@ class KeysAsCached(KVpopMLP):
     """Keys that are scored with their rotation."""
 
     def enter(self, entering: Entering) -> Mapping[str, Tensor]:
-        assert entering.inv_freq is not None
-        return super().enter(replace(entering, inv_freq=torch.zeros_like(entering.inv_freq)))
+        turning_back = entering.turning_back
+        assert turning_back is not None
+
+        def not_at_all(*behind: int) -> tuple[Tensor, Tensor]:
+            cos, sin = turning_back(*behind)
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
+        return super().enter(replace(entering, turning_back=not_at_all))
 
 
 class NextLayer(KVpop):
