@@ -22,7 +22,7 @@ def fitted(case: Case, cls: type[Policy]) -> Policy:
 @pytest.mark.engine
 @pytest.mark.parametrize("cls", [KVpop, KVpopMLP])
 def test_policy_equals_its_twin(cls: type[Policy]) -> None:
-    @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=cases(cls.name))
     def run(case: Case) -> None:
         check(case, fitted(case, cls), exact=ROUNDING)
