@@ -85,9 +85,11 @@ def _one_chunk(
 ) -> tuple[Tensor, State]:
     length = key.shape[-2]
     forgotten = log_forget.cumsum(-1)
-    # How much of token s is left after token t, as a logarithm: [.., t, s]; and how much of the state before.
-    left = forgotten[..., :, None] - forgotten[..., None, :] + input_gate[..., None, :]
-    left = left.masked_fill(torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1), -torch.inf)
+    # How much of token s is left after token t, as a logarithm: [.., t, s]; and how much of the state before. Summed
+    # from s on, and not as a difference of sums from the chunk's start, in which what is long forgotten costs digits.
+    causal = torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
+    since = log_forget[..., :, None].expand(*log_forget.shape, length).masked_fill(~causal.tril(-1), 0.0).cumsum(-2)
+    left = (since + input_gate[..., None, :]).masked_fill(~causal, -torch.inf)
     before = forgotten + state.stabiliser[..., None]
     stabiliser = torch.maximum(left.amax(-1), before)
     weight = (left - stabiliser[..., None]).exp()
