@@ -45,6 +45,7 @@ def train(settings: Settings, watch: Watcher) -> Outcome:
     is not a number."""
     check(settings)
     accelerator = _accelerator(settings)
+    watch = watch if accelerator.is_main_process else _Unwatched()
     with _held(settings.out, accelerator):
         # One process cuts the texts into blocks, and the others find them there.
         with accelerator.main_process_first():
@@ -64,6 +65,15 @@ def train(settings: Settings, watch: Watcher) -> Outcome:
             record = _save(plan, trained, environment.device_of(trainer.model) if trainer.has_model else "cpu")
         accelerator.wait_for_everyone()
         return Outcome(settings.out, record, plan.checked.policy.learned)
+
+
+class _Unwatched:
+    """In all processes but the first."""
+
+    def phase(self, text: str) -> None:
+        """Nobody hears."""
+
+    planned = collected = step = lambda self, *_: None
 
 
 def _accelerator(settings: Settings) -> Accelerator:

@@ -35,6 +35,7 @@ from evictbench.student import Following
 from evictbench.train_optimise import Optimisers, learning_rate, prepare
 from evictbench.train_order import Order, drawn, seed_of
 from evictbench.train_plan import Plan
+from evictbench.train_settings import STORE
 from evictbench.train_store import Store, rows
 
 if TYPE_CHECKING:
@@ -311,7 +312,7 @@ class Trainer:
             "dtype": settings.dtype,
             **self.learner.feature_settings(),
         }
-        return Store(settings.store or settings.out / "store", depends_on)
+        return Store(settings.store or settings.out / STORE, depends_on)
 
     def _check_learner_alone(self) -> None:
         """A learner that holds the model as a submodule would train and save it."""

@@ -12,7 +12,7 @@ from evictbench.errors import UserError
 from evictbench.learner import Learner, Training
 from evictbench.policy import ModelShape
 from evictbench.train_data import Blocks, make_blocks, read_texts
-from evictbench.train_settings import Checked, Settings, check, own_texts
+from evictbench.train_settings import BLOCKS, Checked, Settings, check, own_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] =
     blocks = make_blocks(
         texts,
         tokenizer,
-        settings.out / "blocks",
+        settings.out / BLOCKS,
         length=settings.length,
         pack=not settings.no_pack,
         most=most + held_out,

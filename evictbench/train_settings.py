@@ -15,6 +15,12 @@ from evictbench.settings import CHOICES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+RECORD = "train.json"
+"""The file that says what a folder's training is of."""
+
+BLOCKS, STORE = MADE_FIRST = ("blocks", "store")
+"""What may be in a folder before its record is: a training that was stopped early, or another process of this one."""
+
 WEIGHTS_DTYPES = ("float32", "float16")
 
 
@@ -140,10 +146,6 @@ def _check_out(settings: Settings) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"A training cannot be written to {out}: no permission in {parent}.")
     if out.is_dir():
-        foreign = sorted(path.name for path in out.iterdir() if path.name[0] != ".")
+        foreign = sorted(path.name for path in out.iterdir() if path.name[0] != "." and path.name not in MADE_FIRST)
         if foreign and not (out / RECORD).is_file():
             raise UserError(f"{out} is not a folder of an evictbench training (it holds {foreign[0]}): name another.")
-
-
-RECORD = "train.json"
-"""The file that says what a folder's training is of."""
