@@ -47,7 +47,7 @@ LOOKED_AT = 32
 
 
 class Watcher(Protocol):
-    """Whoever shows a training while it goes on; `phase`, `planned` and `warn` as for a run."""
+    """Whoever shows a training while it goes on; called in the first process only."""
 
     def phase(self, text: str) -> None:
         """Something begins that takes a while."""
