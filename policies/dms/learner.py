@@ -165,8 +165,8 @@ class DMSLearner(Learner):
     def card(self) -> Mapping[str, Any]:
         """What the weights' card says of the gate."""
         notes = [
-            f"One gate serves all shares: it was trained up to a compression ratio of {self.recipe.ratio:g}, and a budget "
-            "moves its threshold by the calibration, between what was measured in a straight line.",
+            f"One gate, trained up to a compression ratio of {self.recipe.ratio:g}, serves all shares: a budget moves "
+            "its threshold by the calibration, in a straight line between what was measured.",
             "Texts unlike those of the calibration keep other shares than asked for; results state what was measured.",
             f"Trained with {self.recipe.sinks} sinks and a window of {self.window}; no others were tried with it.",
         ]
