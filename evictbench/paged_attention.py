@@ -40,13 +40,11 @@ def attend_chunk(
         held = {name: torch.cat((pool.entries(first + head, name), new[head])) for name, new in entries.items()}
         mask = held["deadlines"] > positions[:, None]
         mask[:, stored:] &= causal
+        # One KV head for all its queries, without a copy, in a form that every kernel takes.
+        shared_keys = held["keys"].expand(1, query.shape[1], -1, -1)
+        shared_values = held["values"].expand(1, query.shape[1], -1, -1)
         output[head] = F.scaled_dot_product_attention(
-            query[head][None],
-            held["keys"][None, None],
-            held["values"][None, None],
-            attn_mask=mask,
-            scale=scaling,
-            enable_gqa=True,
+            query[head][None], shared_keys, shared_values, attn_mask=mask, scale=scaling
         )[0]
     return output.flatten(0, 1)
 

@@ -89,12 +89,25 @@ class PagePool:
         if total > len(self.spare):
             needed = self.pages - len(self.spare) + total
             self._resize(max(needed, int(needed * (1 + SPARE * 0.8))))
-        taken = [self.spare.pop() for _ in range(total)]
-        owners = [owner for owner, count in wanted.items() for _ in range(count)]
-        for owner, page in zip(owners, taken, strict=True):
-            self.tables[owner].append(page)
-        self.owner[torch.tensor(taken, device=self.device)] = torch.tensor(owners, device=self.device)
-        self._set_tails(wanted)
+        given: list[tuple[int, int, int]] = []
+        for owner, count in wanted.items():
+            for _ in range(count):
+                given.append((self.spare.pop(), owner, len(self.tables[owner])))
+                self.tables[owner].append(given[-1][0])
+        pages, owners, places = torch.tensor(given, device=self.device).unbind(-1)
+        self.owner[pages] = owners
+        if len(given) > len(wanted):
+            self._set_tails(wanted)
+            return
+        # Decode, where this happens at every step: one copy to the device.
+        self.tail[owners] = pages
+        if self._on_device is not None:
+            counts, tables = self._on_device
+            if max(place for _, _, place in given) < tables.shape[1] and max(wanted) < tables.shape[0]:
+                tables[owners, places] = pages.to(torch.int32)
+                counts[owners] = places.to(torch.int32) + 1
+            else:
+                self._on_device = None
 
     def give_back(self, kept: Mapping[int, int]) -> None:
         """Leave owners so many of their first pages, and put the others in stock."""

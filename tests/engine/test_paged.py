@@ -205,6 +205,11 @@ def test_flex_attention_over_pages_sees_the_same() -> None:
     positions = torch.tensor([1000, 1000, 1000, 50], dtype=torch.int32)
     found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
     torch.testing.assert_close(found, attend_one(pool, query, positions, 0.5), atol=1e-12, rtol=0)
+    pool.take({1: 1, 2: 1})  # in place of tables made anew
+    for owner, page in enumerate(pool.tables_on_device(4)[1].tolist()):
+        assert page[: len(pool.tables[owner])] == pool.tables[owner]
+    assert pool.tables_on_device(4)[0].tolist() == [len(table) for table in pool.tables]
+    pool.give_back({1: 3, 2: 1})
     pool.move_owners(2, 0, 2)
     query, positions = query[:1], positions[2:]
     found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
