@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.foresight import watch_dense_run
+from evictbench.foresight import watch_dense_run, write_on
 from evictbench.paged import PagedCache
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Feeder:
     """Feeds tokens to a model under a policy.
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
-    foresee: the labels of a text by a policy that foresees; whoever asks for the same texts again may keep them.
+    foresee, go_on: the labels of a text by a policy that foresees, and the answer that the dense run gives; whoever
+    asks for the same texts again may put something that remembers them in their place.
     Raises UserError for an impossible chunk; making a cache raises it for an impossible budget.
     """
 
@@ -69,6 +70,7 @@ class Feeder:
         self.foresee: Callable[[Sequence[int]], list[Tensor]] = lambda tokens: policy.foresee(
             partial(watch_dense_run, model, tokens)
         )
+        self.go_on: Callable[[Sequence[int], int], Sequence[int]] = partial(write_on, model)
         # The argument was renamed in transformers 5.24.
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
@@ -83,15 +85,19 @@ class Feeder:
         bounds = [*range(0, end, self.chunk), end, *([length] if end < length else [])]
         return itertools.pairwise(bounds)
 
-    def prompt_cache(self, prompt: Sequence[int], border: int | None, following: Sequence[int] = ()) -> EvictionCache:
+    def prompt_cache(
+        self, prompt: Sequence[int], border: int | None, following: Sequence[int] | None = None
+    ) -> EvictionCache:
         """A cache for one prompt, whose end, where it is cut for good, is the border if there is one.
 
-        following: tokens that are known to come after it, for a policy that foresees.
+        following: the tokens that will be fed after it, for a policy that foresees; None: they are not known yet.
         """
         length = len(prompt)
         cache = self.new_cache(prompt_length=border if border and border < length else length)
         if self.policy.foresees:
-            cache.foretell(self.foresee([*prompt, *following]))
+            own = self.go_on(prompt, self.policy.ahead) if following is None else following
+            known = length + len(following or ())
+            cache.foretell([labels[:, :known] for labels in self.foresee([*prompt, *own])])
         return cache
 
     def read(self, prompt: Sequence[int], border: int | None = None) -> tuple[EvictionCache, Tensor]:

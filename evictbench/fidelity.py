@@ -27,6 +27,7 @@ from evictbench.batching import work_through
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.feeding import Costs, Feeder
+from evictbench.foresight import Everything
 from evictbench.generation import Completion
 from evictbench.policy import Policy
 
@@ -91,16 +92,6 @@ class Measured(Completion):
         }
 
 
-class _Everything(Policy):
-    """The full cache, for the dense pass."""
-
-    name = "everything"
-    summary = "nothing is evicted"
-    paper = "-"
-    needs_budget = False
-    shares = "model"
-
-
 @dataclass
 class _Row:
     """A text in the decode batch: the dense pass's hidden states `[tokens, hidden]`, and what was found so far."""
@@ -143,7 +134,7 @@ class Comparison:
         if model.get_output_embeddings() is None:
             raise UserError(f"{type(model).__name__} has no output head, so its distributions cannot be compared.")
         self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
-        self.dense = Feeder(model, _Everything(), None, chunk=chunk)
+        self.dense = Feeder(model, Everything(), None, chunk=chunk)
         self.batch_size = batch_size
         self.dense_passes = dense_passes
 

@@ -244,6 +244,11 @@ class Policy:
         """The tensors that travel with the entries, by name."""
         return {}
 
+    @property
+    def ahead(self) -> int:
+        """Where a text's continuation is not given: how many tokens of it the dense run writes itself, at most."""
+        return 0
+
     def foresee(self, run: DenseRun) -> list[Tensor]:
         """What a dense run over a text says of its tokens, `[kv_heads, tokens]` float32 a layer (if it foresees)."""
         raise NotImplementedError(f"{type(self).__name__} does not foresee")

@@ -27,15 +27,17 @@ below every label up to position 15 million."""
 class Settings:
     """label: of a token's attention from queries at `window` or more tokens behind it, the "mean" or the "max"imum.
     shares: each KV "head" has its own kept set, a "layer" has one, or the "model" has. sinks and window (the query's
-    own entry included) are protected, as in the learned policies; window is also where the label begins."""
+    own entry included) are protected, as in the learned policies; window is also where the label begins. ahead: tokens
+    that the dense run writes on by itself, at most, where an answer is generated."""
 
     label: Literal["mean", "max"] = "mean"
     shares: Shares = "head"
     sinks: int = 4
     window: int = 32
+    ahead: int = 64
 
     def __post_init__(self) -> None:
-        for name, least in (("sinks", 0), ("window", 1)):
+        for name, least in (("sinks", 0), ("window", 1), ("ahead", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"oracle: {name} must be {least} or more, not {getattr(self, name)}.")
         for name, words in (("label", ("mean", "max")), ("shares", ("head", "layer", "model"))):
@@ -53,8 +55,10 @@ class Oracle(Policy):
     priority is the logarithm of the label, without decay by age (γ = 1) and without KVpop's ε, which only makes ties.
 
     The dense run reads what is known of the text: prompt and continuation where the continuation is given (fidelity),
-    so that every token has its label; the whole prompt, question included, where an answer is generated. Generated
-    tokens have no label; beyond the window they leave oldest first, before any token that has one.
+    so that every token has its label. Where an answer is generated, it reads the whole prompt, question included, and
+    then its own greedy answer of up to `ahead` tokens, because what an answer copies is looked up while it is written;
+    ahead=0 is the prompt alone. The tokens that the run under eviction generates have no label; beyond the window they
+    leave oldest first, before any token that has one.
 
     Not a bound: labels say how much a token is attended to when nothing is evicted, not what its loss costs. The labels
     themselves are knowledge and no state of a cache, and are not counted in its bytes.
@@ -80,6 +84,11 @@ class Oracle(Policy):
     def recent(self, budget: Tensor | int) -> Tensor | int:
         """The last positions, never evicted."""
         return int(self.config.window)
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of its own answer that the dense run reads too."""
+        return int(self.config.ahead)
 
     def foresee(self, run: DenseRun) -> list[Tensor]:
         """The log-label of every token, `[kv_heads, tokens]` float32 a layer; equal rows where a set is shared."""

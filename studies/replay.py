@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evictbench.attention import attend
 from evictbench.feeding import Feeder
-from evictbench.foresight import Watch, watch_dense_run
+from evictbench.foresight import Everything, Watch, watch_dense_run, write_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ class LayerRecording:
 
 
 class DenseRuns:
-    """Recordings of the last `keep` texts, their labels, and what fidelity's dense passes found.
+    """Recordings of the last `keep` texts, bare and with an answer, labels, and what fidelity's dense passes found.
 
     A recording takes 4 · layers · (heads + 2 · kv_heads) · head_dim bytes a token in float32: 115 MB for 1,000 tokens
     of SmolLM2-135M.
@@ -63,6 +63,7 @@ class DenseRuns:
         self.keep = keep
         self.dense_passes: DensePasses = {}
         self._recordings: OrderedDict[Tokens, list[LayerRecording]] = OrderedDict()
+        self._answers: OrderedDict[tuple[Tokens, int], list[int]] = OrderedDict()
         self._labels: OrderedDict[tuple[str, Tokens], list[Tensor]] = OrderedDict()
 
     def recording(self, tokens: Tokens) -> list[LayerRecording]:
@@ -77,7 +78,19 @@ class DenseRuns:
             watch_dense_run(self.model, tokens, watch)
             return layers
 
-        return _once(self._recordings, tokens, record, self.keep)
+        return _once(self._recordings, tokens, record, 2 * self.keep)
+
+    def go_on(self, prompt: Sequence[int], most: int) -> list[int]:
+        """The full cache's answer."""
+        text = tuple(prompt)
+
+        def write() -> list[int]:
+            feeder = ReplayingFeeder(
+                self.model, Everything(), None, prefill="native", chunk=512, runs=self, label="everything"
+            )
+            return write_on(self.model, text, most, feeder)
+
+        return _once(self._answers, (text, most), write, 4 * self.keep)
 
     def foreseen_by(self, policy: Policy, label: str) -> Callable[[Sequence[int]], list[Tensor]]:
         """A policy's labels of a text. label: the policy with its settings."""
@@ -111,14 +124,17 @@ class ReplayingFeeder(Feeder):
         super().__init__(model, policy, budget, prefill=prefill, chunk=chunk)
         self.runs = runs
         self.foresee = runs.foreseen_by(policy, label)
+        self.go_on = runs.go_on
         dense = not policy.needs_budget or (policy.prefill if prefill == "native" else prefill) == "dense"
         self._replays = dense and not policy.ragged and policy.signals <= SHOWN
         self._text: Tokens = ()
         self._replayed = 0
 
-    def prompt_cache(self, prompt: Sequence[int], border: int | None, following: Sequence[int] = ()) -> EvictionCache:
+    def prompt_cache(
+        self, prompt: Sequence[int], border: int | None, following: Sequence[int] | None = None
+    ) -> EvictionCache:
         """As ever; what is known of the text is what is recorded."""
-        self._text = (*prompt, *following)
+        self._text = (*prompt, *(following or ()))
         return super().prompt_cache(prompt, border, following)
 
     def passes(self, length: int, border: int | None) -> Iterator[tuple[int, int]]:

@@ -56,14 +56,15 @@ def test_a_dense_prompt_costs_the_model_its_end_only() -> None:
             ).read(prompt)
         oracle = Oracle(Oracle.Config(window=4))
         first, again = runs.foreseen_by(oracle, "oracle")(prompt), runs.foreseen_by(oracle, "oracle")(prompt)
+        assert runs.go_on(prompt, 2) is runs.go_on(prompt, 2)
     finally:
         hook.remove()
-    assert widths == [40, FED, FED]
+    assert widths == [40, FED, FED, FED, 1]
     assert first is again
 
 
 def test_only_the_last_texts_are_kept() -> None:
-    runs = DenseRuns(tiny_model(), 2)
+    runs = DenseRuns(tiny_model(), 1)
     recordings = [runs.recording(tuple(random_tokens(9, seed))) for seed in range(3)]
     assert runs.recording(tuple(random_tokens(9, 2))) is recordings[2]
     assert runs.recording(tuple(random_tokens(9, 0))) is not recordings[0]

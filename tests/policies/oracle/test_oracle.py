@@ -17,6 +17,7 @@ from torch import Tensor
 from evictbench.budget import Budget
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
+from evictbench.feeding import Feeder
 from evictbench.fidelity import Comparison, Text, evaluate
 from evictbench.foresight import DenseRun, watch_dense_run
 from evictbench.generation import Generator, Request
@@ -193,6 +194,20 @@ def test_free_generation_at_a_budget_beyond_the_text_is_the_full_cache() -> None
     assert answers[0] == answers[1]
 
 
+def test_labels_of_a_prompt_know_the_dense_run_s_own_answer() -> None:
+    model, prompt = tiny_model(), random_tokens(30, 8)
+    full = next(Generator(model, Numbers(), Full(), None).run([Request("a", tuple(prompt), 9, 12)]))  # type: ignore[arg-type]
+    for ahead in (0, 12):
+        policy = Oracle(Oracle.Config(label="max", window=4, ahead=ahead))
+        cache, _ = Feeder(model, policy, Budget.parse("16")).read(prompt, 9)
+        text = [*prompt, *full.tokens[:ahead]]
+        expected = policy.foresee(partial(watch_dense_run, model, text))
+        assert cache.known[0] is not None
+        for found, wanted in zip(cache.known[0], expected, strict=True):
+            torch.testing.assert_close(found, wanted[:, :30], atol=1e-5, rtol=0)
+    assert len(full.tokens) == 12
+
+
 def test_plain_generate_is_refused_with_a_sentence() -> None:
     model = tiny_model()
     cache = EvictionCache(model, Oracle(), 48)
@@ -200,7 +215,7 @@ def test_plain_generate_is_refused_with_a_sentence() -> None:
         model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("bad", [{"sinks": -1}, {"window": 0}, {"label": "median"}, {"shares": "row"}])
+@pytest.mark.parametrize("bad", [{"sinks": -1}, {"window": 0}, {"ahead": -1}, {"label": "median"}, {"shares": "row"}])
 def test_impossible_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="oracle"):
         Oracle.Config(**bad)
