@@ -288,8 +288,8 @@ class Policy:
             steady=step.steady,
         )
 
-    # Of a policy whose heads keep different numbers of entries (`ragged`). `signals`, `slot_state` and `memory` are for slots, and it
-    # is not asked for them.
+    # Of a policy whose heads keep different numbers of entries (`ragged`). `signals`, `slot_state` and `memory`
+    # are for slots, and it is not asked for them.
 
     @property
     def taps(self) -> frozenset[Tap]:
