@@ -91,7 +91,7 @@ def test_list_policies_names_them_with_their_settings_and_without_torch(evictben
 
 
 def test_a_policy_that_does_not_load_does_not_hide_the_others(evictbench):
-    done, _ = evictbench("list", "policies")
+    done, _ = evictbench("list", "policies", COLUMNS="200")
     assert done.returncode == 0
     assert "fake_plugins_that_are_not_there" in done.stdout
     assert "streaming_llm" in done.stdout
