@@ -86,7 +86,7 @@ def _by_tiles(
             continue
         width = stop if given is None else looked_at
         part = grouped[:, :, :, start:stop].reshape(rows, kv_heads, -1, head_dim)
-        logits = (part @ key[:, :, :width].transpose(-1, -2)).to(wide) * scaling
+        logits = part.to(wide) @ key[:, :, :width].to(wide).transpose(-1, -2) * scaling
         logits = logits.view(rows, kv_heads, group, stop - start, width)
         if given is None:
             future = torch.ones(stop - start, width, dtype=torch.bool, device=query.device).triu(start + 1)

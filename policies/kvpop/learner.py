@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from evictbench.deadlines import NEVER, static_deadlines
 from evictbench.errors import UserError
 from evictbench.learner import Batch, Features, Learner, Losses, Training
 from evictbench.student import Visible
@@ -17,7 +16,7 @@ from evictbench.student import Visible
 from . import scorers
 from .features import Recorder, record, unrotated
 from .loss import ranking_loss, recall
-from .ranking import bounded_log_gamma, priority
+from .ranking import bounded_log_gamma, priority, sequence_deadlines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -154,21 +153,11 @@ class _Student:
         gamma = bounded_log_gamma(learner.gamma.detach()[layer * kv_heads : (layer + 1) * kv_heads]).to(key.device)
         keys = unrotated(key, self.recorder.inv_freq.to(key.device))
         ranked = priority(part(keys.float(), value.float(), learner.window), gamma)
-        return Visible(sequence_deadlines(ranked, learner.sinks, learner.window, self.pool))
+        return Visible(sequence_deadlines(ranked, sinks=learner.sinks, window=learner.window, pool=self.pool))
 
     def features(self) -> Features:
         """What the student's own pass showed; its labels are from its dense normalisers."""
         return self.recorder.features()
-
-
-def sequence_deadlines(ranked: Tensor, sinks: int, window: int, pool: int) -> Tensor:
-    """The first query that no longer sees each token of a whole sequence: `[rows, heads, S]` int64, from static
-    priorities `[rows, heads, S]`; NEVER where all do."""
-    rows, heads, length = ranked.shape
-    positions = torch.arange(length, device=ranked.device).expand(rows, heads, length)
-    budgets = torch.full((rows, length + 1), sinks + window + pool, device=ranked.device)
-    found = static_deadlines(ranked, positions, positions[:, 0], budgets, sinks=sinks, recent=window, steady=True)
-    return torch.where(found > length, NEVER, found)
 
 
 def _by_head(tensor: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ def ranking_loss(
     teacher's boundary; there is no term where t_new is the boundary. 0 where there is no term at all.
 
     omega is ours, the paper gives no formula: `|D| / (|D| + TIE)`, D the same difference in the teacher's priorities,
-    scaled so that within each head both labels weigh the same in total and omega is 1 on average (over the one label,
-    where a head has no other).
+    over the share that the term's label has among its head's terms, and 1 on average in each head.
     """
     cut = boundaries(teacher_priority, sinks=sinks, window=window, pool=pool)
     length = teacher_priority.shape[-1]
@@ -34,14 +33,12 @@ def ranking_loss(
     with torch.no_grad():
         teacher = teacher_priority.detach()
         gap = (teacher.gather(-1, newcomer) - teacher.gather(-1, boundary)).abs()
-        weight = torch.where(counts, gap / (gap + TIE), 0.0)
-        weight = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
-        kept, dropped = weight * cut.keeps_new, weight * ~cut.keeps_new
-        share_kept, share_dropped = kept.sum(-1, keepdim=True), dropped.sum(-1, keepdim=True)
-        labels = (share_kept > 0).to(weight.dtype) + (share_dropped > 0)
-        omega = kept / share_kept.clamp(min=1e-12) + dropped / share_dropped.clamp(min=1e-12)
+        tie = torch.where(counts, gap / (gap + TIE), 0.0)
+        kept, dropped = counts & cut.keeps_new, counts & ~cut.keeps_new
         terms = counts.sum(-1, keepdim=True)
-        omega = omega * terms / labels.clamp(min=1)
+        alike = torch.where(cut.keeps_new, kept.sum(-1, keepdim=True), dropped.sum(-1, keepdim=True))
+        omega = tie * terms / alike.clamp(min=1)
+        omega = omega * terms / omega.sum(-1, keepdim=True).clamp(min=torch.finfo(omega.dtype).tiny)
     delta = student_priority.gather(-1, newcomer) - student_priority.gather(-1, boundary)
     sign = torch.where(cut.keeps_new, 1.0, -1.0)
     loss = torch.where(counts, omega * F.softplus(-sign * delta / temperature), 0.0)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evictbench.deadlines import NEVER
+
 GAMMA = (0.999, 0.999999)
 """What each KV head's decay stays between (arXiv 2607.05061 v2)."""
 
@@ -41,31 +43,82 @@ class Boundaries:
 
 
 def boundaries(priority: Tensor, *, sinks: int, window: int, pool: int) -> Boundaries:
-    """Run the pool over a sequence of priorities `[.., S]`: a newcomer takes the place of the pool's worst entry if it
-    is better; of equals the earlier position is kept. O(pool) a token, on ranks that one sort has made distinct."""
+    """The pool's worst entry at every query of a sequence of priorities `[.., S]`; of equals the earlier position is
+    kept. O(S log S)."""
     length = priority.shape[-1]
-    flat = priority.detach().reshape(-1, length)
-    boundary = torch.full(flat.shape, -1, dtype=torch.int64, device=flat.device)
-    keeps_new = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
-    first = sinks + window  # the query at which the first entry joins
-    full = min(length, first + pool)  # the first query at which one has to go
-    keeps_new[:, first:full] = True
+    by_rank, ranks = _ranked(priority.detach())
+    boundary = torch.full(priority.shape, -1, dtype=torch.int64, device=priority.device)
+    keeps_new = torch.zeros(priority.shape, dtype=torch.bool, device=priority.device)
+    full = first_full(length, sinks, window, pool)
+    keeps_new[..., sinks + window : full] = True
     if length > full and pool > 0:
-        by_rank = flat.argsort(dim=-1, descending=True, stable=True)
-        ranks = torch.empty_like(by_rank).scatter_(
-            -1, by_rank, torch.arange(length, device=flat.device).expand_as(by_rank)
-        )
-        held = ranks[:, sinks : sinks + pool].clone()
-        newcomers = ranks.T.contiguous()
-        worst_of = []
-        for query in range(full, length):
-            worst, place = held.max(-1, keepdim=True)
-            held.scatter_(-1, place, torch.minimum(newcomers[query - window, :, None], worst))
-            worst_of.append(held.amax(-1))
-        worst_ranks = torch.stack(worst_of, dim=-1)
-        boundary[:, full:] = by_rank.gather(-1, worst_ranks)
-        keeps_new[:, full:] = ranks[:, full - window : length - window] <= worst_ranks
-    return Boundaries(boundary.view_as(priority), keeps_new.view_as(priority))
+        worst = worst_kept(ranks, length, sinks=sinks, window=window, pool=pool)
+        boundary[..., full:] = by_rank.gather(-1, worst)
+        keeps_new[..., full:] = ranks[..., full - window : length - window] <= worst
+    return Boundaries(boundary, keeps_new)
+
+
+def sequence_deadlines(priority: Tensor, *, sinks: int, window: int, pool: int) -> Tensor:
+    """The first query that no longer sees each token of a whole sequence, `[.., S]` int64, the query after its last
+    token included; NEVER where all do. The worst rank that is kept only improves, so that one search a token finds when
+    it has passed. O(S log S)."""
+    length = priority.shape[-1]
+    _, ranks = _ranked(priority.detach())
+    positions = torch.arange(length, device=priority.device)
+    full = first_full(length + 1, sinks, window, pool)
+    if length < full:
+        return torch.full(priority.shape, NEVER, device=priority.device)
+    worst = worst_kept(ranks, length + 1, sinks=sinks, window=window, pool=pool)
+    passed = torch.searchsorted((-worst).contiguous(), (-ranks).contiguous(), right=True)
+    deadline = torch.maximum(full + passed, positions + window)
+    return deadline.masked_fill((positions < sinks) | (deadline > length), NEVER)
+
+
+def first_full(queries: int, sinks: int, window: int, pool: int) -> int:
+    """The first query at which E(q) does not fit the pool; `queries` where it always does."""
+    return min(queries, sinks + window + pool)
+
+
+def worst_kept(ranks: Tensor, queries: int, *, sinks: int, window: int, pool: int) -> Tensor:
+    """The rank of the worst entry that the pool keeps of E(q), at each query from `first_full` to `queries - 1`: the
+    pool-th smallest of each prefix of the distinct ranks `[.., S]`, 0 the best; -1 where the pool keeps nothing."""
+    full = first_full(queries, sinks, window, pool)
+    ends = torch.arange(full, queries, device=ranks.device) - window - sinks + 1
+    ends = ends.expand(*ranks.shape[:-1], -1)
+    if pool < 1:
+        return torch.full_like(ends, -1)
+    return kth_of_prefixes(ranks[..., sinks : queries - window], ends, pool - 1, ranks.shape[-1])
+
+
+def kth_of_prefixes(values: Tensor, ends: Tensor, k: int, above: int) -> Tensor:
+    """The k-th smallest, from 0, of the first `ends` `[.., queries]` of `values` `[.., n]`, whole and in [0, above).
+
+    A wavelet matrix: the values are parted by their bits, the highest first, each time keeping their order, and every
+    prefix is followed into the half in which its k-th smallest lies. O((n + queries) log above), no loop over either.
+    """
+    begin, end = torch.zeros_like(ends), ends
+    left = torch.full_like(ends, k)
+    found = torch.zeros_like(ends)
+    for bit in range(max(1, (above - 1).bit_length()) - 1, -1, -1):
+        ones = (values >> bit) & 1
+        zeros_before = torch.nn.functional.pad((1 - ones).cumsum(-1), (1, 0))
+        zeros = zeros_before[..., -1:]
+        low, high = zeros_before.gather(-1, begin), zeros_before.gather(-1, end)
+        upper = left >= high - low
+        begin = torch.where(upper, zeros + begin - low, low)
+        end = torch.where(upper, zeros + end - high, high)
+        left = torch.where(upper, left - (high - low), left)
+        found = found + (upper.long() << bit)
+        place = torch.where(ones.bool(), zeros + ones.cumsum(-1) - 1, zeros_before[..., :-1])
+        values = torch.empty_like(values).scatter_(-1, place, values)
+    return found
+
+
+def _ranked(priority: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions by rank, and the rank of each position; 0 the best, of equals the earlier."""
+    by_rank = priority.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(priority.shape[-1], device=priority.device).expand_as(by_rank)
+    return by_rank, torch.empty_like(by_rank).scatter_(-1, by_rank, places)
 
 
 def pool_at_end(priority: Tensor, *, sinks: int, window: int, pool: int) -> Tensor:

@@ -14,7 +14,8 @@ from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.learner import Batch, Training
 from evictbench.policies.kvpop import KVpop, KVpopMLP, learner
-from evictbench.policies.kvpop.learner import ScorerLearner, sequence_deadlines
+from evictbench.policies.kvpop.learner import ScorerLearner
+from evictbench.policies.kvpop.ranking import sequence_deadlines
 from evictbench.policy import ModelShape, Policy
 from evictbench.student import Following
 from evictbench.weights import Weights
@@ -162,7 +163,7 @@ def test_the_students_first_layer_sees_what_the_cache_holds(cls: type[Policy]) -
 @pytest.mark.parametrize(("sinks", "window", "pool"), [(0, 1, 1), (4, 8, 10), (2, 3, 30), (1, 50, 2)])
 def test_deadlines_of_a_whole_text_equal_the_recursion(sinks: int, window: int, pool: int) -> None:
     priority = torch.randint(0, 6, (2, 2, 40), generator=torch.Generator().manual_seed(pool)).float()
-    found = sequence_deadlines(priority, sinks, window, pool)
+    found = sequence_deadlines(priority, sinks=sinks, window=window, pool=pool)
     for row in range(2):
         for head in range(2):
             pools = twin.pools_by_recursion(priority[row, head].tolist(), sinks, window, pool)

@@ -23,15 +23,12 @@ def by_loops(teacher: Tensor, student: Tensor, sinks: int, window: int, pool: in
     for of_teacher, of_student in zip(teacher.double(), student.double(), strict=True):
         found = twin.decisions(of_teacher, of_student, sinks, window, pool)
         discount = [abs(d.margin.item()) / (abs(d.margin.item()) + loss.TIE) for d in found]
-        by_label = {
-            label: sum(weight for d, weight in zip(found, discount, strict=True) if d.keeps == label)
-            for label in (True, False)
-        }
-        labels = sum(weight > 0 for weight in by_label.values())
-        for decision, weight in zip(found, discount, strict=True):
-            omega = weight / by_label[decision.keeps] * len(found) / labels if weight else 0.0
+        alike = {label: sum(decision.keeps == label for decision in found) for label in (True, False)}
+        omega = [weight / alike[decision.keeps] for decision, weight in zip(found, discount, strict=True)]
+        for decision, weight in zip(found, omega, strict=True):
+            share = weight * len(found) / sum(omega) if weight else 0.0
             sign = 1 if decision.keeps else -1
-            total = total + omega * softplus(-sign * decision.delta / temperature)
+            total = total + share * softplus(-sign * decision.delta / temperature)
         count += len(found)
     return total / max(1, count)
 
