@@ -79,7 +79,8 @@ def attend(
     step = cache.begin(key, attention_mask) if layer.index == 0 else cache.current
     assert step is not None
     view = _view(layer, step, cache.write(layer, key, value, step))
-    cache.policy.prepare(view)
+    if not step.together:
+        cache.policy.prepare(view)
     output = _attend(layer, step, view, query, scaling)
     cache.finish(layer, step, view)
     return output.transpose(1, 2), None
@@ -89,6 +90,7 @@ def _view(layer: SlotLayer, step: Pass, entered: Entering) -> Step:
     """What a policy may see of this layer."""
     cache = layer.cache
     keys = step.front(layer.buffers["keys"])
+    free = cache.placement(layer.index).free
     return Step(
         layer=layer.index,
         shape=cache.shape,
@@ -98,6 +100,7 @@ def _view(layer: SlotLayer, step: Pass, entered: Entering) -> Step:
         state={name: step.front(layer.buffers[name]) for name in cache.slot_tensors},
         memory={name: memory[: step.rows] for name, memory in layer.memory.items()},
         entered=entered,
+        place=lambda name, value: step.put(layer.buffers[name], value, free),
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
         steady=step.steady,

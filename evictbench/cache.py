@@ -26,6 +26,7 @@ from evictbench.placement import Placement, best, in_slot_order, worst
 from evictbench.policy import Entering, ModelShape, Policy, Step
 from evictbench.reindex import SinkShift, inverse_frequencies
 from evictbench.slots import SlotLayer
+from evictbench.together import decide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -228,10 +229,14 @@ class EvictionCache(Cache):
         """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""
         self.policy.observe(view)
         last = layer.index == self.shape.layers - 1
-        if self.policy.shares != "model":
-            self._evict([layer], step, view)
+        if step.together:
+            step.views.append(view)
+            if last:
+                decide(self, step)
+        elif self.policy.shares != "model":
+            self.evict([layer], step, view)
         elif last:
-            self._evict(self.layers, step, view)
+            self.evict(self.layers, step, view)
         if last:
             self._close(step)
 
@@ -302,7 +307,7 @@ class EvictionCache(Cache):
 
     # Eviction.
 
-    def _evict(self, layers: list[SlotLayer], step: Pass, view: Step) -> None:
+    def evict(self, layers: list[SlotLayer], step: Pass, view: Step) -> None:
         """Cut what these layers, which share one placement, hold to the pass's targets."""
         placement = self.placement(layers[0].index)
         rows = step.rows
@@ -314,7 +319,7 @@ class EvictionCache(Cache):
         if deadlines is not None:
             deadlines = deadlines.to(device)
         else:
-            score, protected = self.policy.score(view), self._protected(step, positions)
+            score, protected = self.policy.score(view), self.protected(step, positions)
             if step.one_out:
                 evicted = worst(score, positions, protected)
                 if not all(target is not None for target in step.targets):
@@ -343,7 +348,7 @@ class EvictionCache(Cache):
         capacity = max(entries[-1] for entries in step.entries)
         return capacity if capacity < now else None
 
-    def _protected(self, step: Pass, positions: Tensor) -> Tensor | None:
+    def protected(self, step: Pass, positions: Tensor) -> Tensor | None:
         """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
         device = positions.device
         front = None if self.policy.sinks == 0 and step.level else positions < self.policy.sinks

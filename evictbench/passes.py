@@ -19,6 +19,7 @@ from evictbench.reindex import angles
 if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.placement import Placement
+    from evictbench.policy import Step
 
 
 @dataclass
@@ -43,7 +44,8 @@ class Pass:
 
     counts: real new tokens; before, after: entries held before it and once its own are written; seen: tokens seen
     after it; entries: what its own queries and the next may see, `queries + 1` each; targets: entries kept after
-    the cut, None where nothing is cut. dense: every query sees everything, whatever the budget.
+    the cut, None where nothing is cut. dense: every query sees everything, whatever the budget. together: one token a
+    row, and the policy's priorities are static, so that all layers are decided at its end, from their `views`.
     """
 
     queries: int
@@ -57,6 +59,8 @@ class Pass:
     dense: bool
     ends_prompt: bool
     holes: bool
+    together: bool = False
+    views: list[Step] = field(default_factory=list)
     deadlines: dict[Placement, Tensor] = field(default_factory=dict)
     _made: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -102,6 +106,7 @@ class Pass:
             dense=cache.dense and not cache.prompt_done,
             ends_prompt=ends_prompt,
             holes=any(cache.holes),
+            together=queries == 1 and cache.policy.static and cache.policy.shares == "head",
         )
 
     @cached_property

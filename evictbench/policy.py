@@ -7,7 +7,7 @@ score per slot, keeps the best, and frees the rest. A new score-based policy is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -131,6 +131,7 @@ class Step:
     `sets` is kv_heads, or 1 where the kept set is shared.
     state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
     memory: the policy's sequence tensors, views `[rows, kv_heads, ...]`, likewise. entered: this pass's entries.
+    place: write a slot tensor of those, `place(name, [rows, kv_heads, new])`.
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
     them (state that the policy charges already taken off); steady: they are all the same for a row.
@@ -144,6 +145,7 @@ class Step:
     state: Mapping[str, Tensor]
     memory: Mapping[str, Tensor]
     entered: Entering
+    place: Callable[[str, Tensor], None]
     query_positions: Tensor
     budgets: Tensor
     steady: bool
@@ -266,6 +268,12 @@ class Policy:
 
     def prepare(self, step: Step) -> None:
         """Update the slot and sequence tensors once new entries are written, before anything attends."""
+
+    def settle(self, steps: Sequence[Step]) -> None:
+        """In place of `prepare` where a static policy decodes, one token a row and a kept set for each head: called
+        once a pass, after all layers have attended, with several layers' views (all of one device)."""
+        for step in steps:
+            self.prepare(step)
 
     def observe(self, step: Step) -> None:
         """Update the slot tensors after a forward pass, before anything is evicted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -69,7 +69,7 @@ class _Ranked(Policy):
         self._scorer: MLPScorer | None = None
         self._log_gamma: Tensor | None = None
         self._kv_heads = 0
-        self._of_layer: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
+        self._parts: dict[tuple[range, torch.device], tuple[Any, Tensor]] = {}
 
     @property
     def variant(self) -> str:
@@ -103,7 +103,7 @@ class _Ranked(Policy):
             raise UserError(f"The weights {weights.origin} have no decay for each of {heads} KV heads.")
         self._log_gamma = bounded_log_gamma(gamma)
         self._kv_heads = shape.kv_heads
-        self._of_layer = {}
+        self._parts = {}
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """Its trainable side."""
@@ -121,14 +121,14 @@ class _Ranked(Policy):
         """The static priority, `[rows, kv_heads, slots]`."""
         return step.state["priority"]
 
-    def of_layer(self, layer: int, device: torch.device) -> tuple[Any, Tensor]:
-        """The scorer of a layer's heads and their log gamma, `[kv_heads]`."""
+    def of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
+        """The scorer of neighbouring layers' heads and their log gamma, `[len(layers) · kv_heads]`."""
         if self._scorer is None or self._log_gamma is None:
             raise RuntimeError(f"{self.name} has no weights yet: give it some with use().")
-        if (layer, device) not in self._of_layer:
-            heads = slice(layer * self._kv_heads, (layer + 1) * self._kv_heads)
-            self._of_layer[layer, device] = self._scorer.part(heads, device), self._log_gamma[heads].to(device)
-        return self._of_layer[layer, device]
+        if (layers, device) not in self._parts:
+            heads = slice(layers.start * self._kv_heads, layers.stop * self._kv_heads)
+            self._parts[layers, device] = self._scorer.part(heads, device), self._log_gamma[heads].to(device)
+        return self._parts[layers, device]
 
 
 class KVpopMLP(_Ranked):
@@ -146,16 +146,31 @@ class KVpopMLP(_Ranked):
     scorer = "mlp"
 
     def enter(self, entering: Entering) -> Mapping[str, Tensor]:
-        """Score new entries."""
+        """Score the new entries of a chunk."""
+        if entering.positions.shape[1] == 1:
+            return {}  # settle does all layers at once
+        return {"priority": self._priority([entering])}
+
+    def settle(self, steps: Sequence[Step]) -> None:
+        """Score the new entries of a decode step."""
+        scored = self._priority([step.entered for step in steps])
+        for step, part in zip(steps, scored.split(self._kv_heads, dim=1), strict=True):
+            step.place("priority", part)
+
+    def _priority(self, entering: Sequence[Entering]) -> Tensor:
+        """Of the new entries of neighbouring layers, `[rows, layers · kv_heads, new]`."""
+        import torch
+
         from evictbench.reindex import turn
 
         from .ranking import priority
 
-        assert entering.turning_back is not None
-        scorer, log_gamma = self.of_layer(entering.layer, entering.keys.device)
-        score = scorer(turn(entering.keys, *entering.turning_back(0)), entering.values)
-        positions = entering.positions[:, None]
-        return {"priority": priority(score, log_gamma, positions)}
+        first = entering[0]
+        assert first.turning_back is not None
+        scorer, log_gamma = self.of_layers(range(first.layer, entering[-1].layer + 1), first.keys.device)
+        keys = turn(torch.cat([one.keys for one in entering], dim=1), *first.turning_back(0))
+        score = scorer(keys, torch.cat([one.values for one in entering], dim=1))
+        return priority(score, log_gamma, first.positions[:, None])
 
 
 class KVpop(_Ranked):
@@ -191,8 +206,13 @@ class KVpop(_Ranked):
         }
 
     def prepare(self, step: Step) -> None:
-        """Let the memory see the new tokens, and score those that leave the window."""
+        """Let the memory see the new tokens of a chunk, and score those that leave the window."""
+        self.settle([step])
+
+    def settle(self, steps: Sequence[Step]) -> None:
+        """The same for one token and several layers."""
         from .delayed import score_leaving
 
-        scorer, log_gamma = self.of_layer(step.layer, step.keys.device)
-        score_leaving(step, scorer, log_gamma, int(self.recent(0)))
+        layers = range(steps[0].layer, steps[-1].layer + 1)
+        scorer, log_gamma = self.of_layers(layers, steps[0].keys.device)
+        score_leaving(steps, scorer, log_gamma, int(self.recent(0)))

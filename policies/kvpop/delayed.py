@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,28 +18,34 @@ if TYPE_CHECKING:
 
     from .scorers import MLSTMScorer
 
+MEMORY = mlstm.State._fields
+"""Names of the sequence tensors: memory, normaliser, stabiliser."""
 
-def score_leaving(step: Step, scorer: MLSTMScorer, log_gamma: Tensor, window: int) -> None:
+
+def score_leaving(steps: Sequence[Step], scorer: MLSTMScorer, log_gamma: Tensor, window: int) -> None:
     """Write the new tokens of a pass into the memory, and the priority of each token that no longer stands in the
     window of the query after one of them into its slot.
 
-    After the query at q, that is token q + 1 - window, if there is one; with a window of 1 it is q itself.
+    After the query at q, that is token q + 1 - window, if there is one; with a window of 1 it is q itself. steps: one
+    layer's view, or those of neighbouring layers on one device; the scorer is that of all their heads.
     """
-    entered = step.entered
-    assert entered.turning_back is not None
-    asked = step.query_positions  # [rows, new], -1 for padding, which is on the left
-    new = asked.shape[1]
+    first = steps[0]
+    assert first.entered.turning_back is not None
+    asked = first.query_positions  # [rows, new], -1 for padding, which is on the left
+    new, kv_heads = asked.shape[1], first.keys.shape[1]
     leaving = asked + 1 - window
-    slots, found = _slots_of(leaving, step.positions)
-    at = slots[..., None].expand(-1, -1, -1, step.keys.shape[-1])
+    slots, found = _slots_of(leaving, _joined([step.positions for step in steps]))
+    at = [part[..., None].expand(-1, -1, -1, first.keys.shape[-1]) for part in slots.split(kv_heads, dim=1)]
     # New tokens and those that leave, side by side: most of the work is the same for both.
-    keys = torch.cat([entered.keys, step.keys.gather(2, at)], dim=2)
-    values = torch.cat([entered.values, step.values.gather(2, at)], dim=2)
-    z = scorer.standardise(turn(keys, *entered.turning_back(0, window - 1)), values)
+    left_keys = _joined([step.keys.gather(2, index) for step, index in zip(steps, at, strict=True)])
+    left_values = _joined([step.values.gather(2, index) for step, index in zip(steps, at, strict=True)])
+    keys = torch.cat([_joined([step.entered.keys for step in steps]), left_keys], dim=2)
+    values = torch.cat([_joined([step.entered.values for step in steps]), left_values], dim=2)
+    z = scorer.standardise(turn(keys, *first.entered.turning_back(0, window - 1)), values)
     key, value, input_gate, log_forget = scorer.write_features(z[:, :, :new])
     left = z[:, :, new:]
     query = left @ scorer.wq
-    state = mlstm.State(*(step.memory[name] for name in ("memory", "normaliser", "stabiliser")))
+    state = mlstm.State(*(_joined([step.memory[name] for step in steps]) for name in MEMORY))
     if new == 1:
         after = mlstm.step(state, key[:, :, 0], value[:, :, 0], input_gate[:, :, 0], log_forget[:, :, 0])
         answer = mlstm.read(after, query[:, :, 0])[:, :, None]
@@ -47,10 +54,18 @@ def score_leaving(step: Step, scorer: MLSTMScorer, log_gamma: Tensor, window: in
         input_gate = input_gate.masked_fill(padding, -torch.inf)
         log_forget = log_forget.masked_fill(padding, 0.0)
         answer, after = mlstm.chunked(state, key, value, input_gate, log_forget, query)
-    for held, updated in zip(state, after, strict=True):
-        held.copy_(updated)
-    score = scorer.judge(torch.cat([left, answer], dim=-1))
-    _put(step.state["priority"], slots, found, priority(score, log_gamma, leaving[:, None]))
+    for name, updated in zip(MEMORY, after, strict=True):
+        for step, part in zip(steps, updated.split(kv_heads, dim=1), strict=True):
+            step.memory[name].copy_(part)
+    score = priority(scorer.judge(torch.cat([left, answer], dim=-1)), log_gamma, leaving[:, None])
+    by_layer = (part.split(kv_heads, dim=1) for part in (slots, found, score))
+    for step, *parts in zip(steps, *by_layer, strict=True):
+        _put(step.state["priority"], *parts)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Layers' heads side by side."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _slots_of(wanted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

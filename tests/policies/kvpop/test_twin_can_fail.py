@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,53 +22,65 @@ from twin.cases import Case, cases
 class NoAge(KVpopMLP):
     """Scores that do not fall."""
 
-    def of_layer(self, layer: int, device: torch.device) -> tuple[Any, Tensor]:
-        scorer, log_gamma = super().of_layer(layer, device)
+    def of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
+        scorer, log_gamma = super().of_layers(layers, device)
         return scorer, torch.zeros_like(log_gamma)
 
 
 class KeysAsCached(KVpopMLP):
     """Keys that are scored with their rotation."""
 
-    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
-        turning_back = entering.turning_back
+    def _priority(self, entering: Sequence[Entering]) -> Tensor:
+        turning_back = entering[0].turning_back
         assert turning_back is not None
 
         def not_at_all(*behind: int) -> tuple[Tensor, Tensor]:
             cos, sin = turning_back(*behind)
             return torch.ones_like(cos), torch.zeros_like(sin)
 
-        return super().enter(replace(entering, turning_back=not_at_all))
+        return super()._priority([replace(one, turning_back=not_at_all) for one in entering])
 
 
 class NextLayer(KVpop):
     """Another layer's scorer."""
 
-    def of_layer(self, layer: int, device: torch.device) -> tuple[Any, Tensor]:
-        return super().of_layer(1 - min(layer, 1), device)
+    def of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
+        found = [super(NextLayer, self).of_layers(range(1 - layer, 2 - layer), device) for layer in layers]
+        if len(found) == 1:
+            return found[0]
+        heads = slice(0, self._kv_heads)
+        whole = super().of_layers(layers, device)[0]
+        swapped = {
+            name: torch.cat([scorer.state_dict()[name][heads] for scorer, _ in found]) for name in whole.state_dict()
+        }
+        joined = type(whole).of(swapped, len(layers) * self._kv_heads, whole.head_dim, "swapped")
+        return joined, torch.cat([log_gamma for _, log_gamma in found])
 
 
 class LateRead(KVpop):
     """A token is scored one query after it has left the window."""
 
-    def prepare(self, step: Step) -> None:
-        score_leaving(step, *self.of_layer(step.layer, step.keys.device), int(self.recent(0)) + 1)
+    def settle(self, steps: Sequence[Step]) -> None:
+        layers = range(steps[0].layer, steps[-1].layer + 1)
+        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), int(self.recent(0)) + 1)
 
 
 class EarlyRead(KVpop):
     """A token is scored while it is still in the window, where that has room for it."""
 
-    def prepare(self, step: Step) -> None:
-        score_leaving(step, *self.of_layer(step.layer, step.keys.device), max(1, int(self.recent(0)) - 1))
+    def settle(self, steps: Sequence[Step]) -> None:
+        layers = range(steps[0].layer, steps[-1].layer + 1)
+        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), max(1, int(self.recent(0)) - 1))
 
 
 class Forgetful(KVpop):
     """A memory that ends with every pass."""
 
-    def prepare(self, step: Step) -> None:
-        for name, tensor in self.memory(step.shape).items():
-            step.memory[name].fill_(tensor.fill)
-        super().prepare(step)
+    def settle(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            for name, tensor in self.memory(step.shape).items():
+                step.memory[name].fill_(tensor.fill)
+        super().settle(steps)
 
 
 @pytest.mark.parametrize("wrong", [NoAge, KeysAsCached, NextLayer, LateRead, EarlyRead, Forgetful])
