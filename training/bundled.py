@@ -29,11 +29,17 @@ class Run:
     options: str
 
 
-SCORER = "--no-pack --length 1024 --held-out 8 --budget 96,128,192,256 --window 32"
+SCORER = "--budget 96,128,192,256 --lr 3e-3"
 
 RUNS = (
-    Run("kvpop_mlp:label=mean", "kvpop", "smollm2-mlp-mean", f"{SCORER} --steps 1500 --lr 3e-3 --recipe hidden=64"),
+    Run("kvpop_mlp:label=mean", "kvpop", "smollm2-mlp-mean", f"{SCORER} --steps 1500 --recipe hidden=64"),
+    Run("kvpop_mlp:label=max", "kvpop", "smollm2-mlp-max", f"{SCORER} --steps 1500 --recipe hidden=64"),
+    Run("kvpop:label=mean", "kvpop", "smollm2-mlstm-mean", f"{SCORER} --steps 800 --recipe hidden=24"),
+    Run("kvpop:label=max", "kvpop", "smollm2-mlstm-max", f"{SCORER} --steps 800 --recipe hidden=24"),
+    Run("dms", "dms", "smollm2", "--steps 150 --lr 4e-4 --recipe ratio=12 --save-every 10"),
 )
+
+COMMON = "--no-pack --length 1024 --held-out 8 --window 32 --dtype float32 --weights-dtype float16"
 
 
 def main() -> None:
@@ -54,7 +60,7 @@ def train(run: Run, texts: Path, work: Path) -> None:
     command = [
         *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
         *("--data", str(texts), "--out", str(out), "--store", str(work / "features")),
-        *("--dtype", "float32", "--weights-dtype", "float16", *shlex.split(run.options)),
+        *shlex.split(f"{COMMON} {run.options}"),
     ]
     print(shlex.join(command[1:]), flush=True)
     subprocess.run(command, check=True)
