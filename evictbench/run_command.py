@@ -64,7 +64,7 @@ def _next(plan: Plan) -> str:
     for name in registry.names(registry.POLICIES):
         with suppress(UserError):  # a policy that does not load is no yardstick
             if not registry.load_policy(name).needs_budget:
-                return plan.settings.command(policy=name, budget=None)
+                return plan.settings.command(policy=name, budget=None, weights=None)
     return "evictbench list policies"
 
 
