@@ -50,7 +50,7 @@ def make(model: Any, *, trained: bool = False, **recipe: Any) -> DMSLearner:
     if trained:
         with torch.no_grad():
             learner.weight.copy_(0.02 * torch.randn(learner.weight.shape, generator=torch.Generator().manual_seed(1)))
-            learner.bias.fill_(0.05)
+            learner.bias.fill_(0.05 / 8)
     return learner
 
 
@@ -168,7 +168,7 @@ def test_compression_is_one_sided(model: Any) -> None:
     """More closed than asked for costs nothing and pulls nothing; less pulls every gate towards closing."""
     open_gate, closed_gate = make(model), make(model)
     with torch.no_grad():
-        closed_gate.bias.fill_(0.15)
+        closed_gate.bias.fill_(0.15 / 8)
     short, beyond = open_gate.loss(batch(model, step=9)), closed_gate.loss(batch(model, step=9))
     assert short.parts["closed"] < short.parts["target"] < beyond.parts["closed"]
     assert short.parts["compression"] == pytest.approx(short.parts["target"] - short.parts["closed"])
