@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.settings import CHOICES
 
 if TYPE_CHECKING:
     from studies.cells import Cell
@@ -72,6 +73,7 @@ def _compare(options: argparse.Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         model=options.model,
         seed=options.seed,
+        prefill=options.prefill,
         batch_size=options.block,
         device=options.device,
         dtype=options.dtype,
@@ -161,6 +163,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, help="tokens of a sample, answer or continuation included")
     parser.add_argument("--limit", type=int, help="samples per task (default 50)")
     parser.add_argument("--max-new-tokens", help="tokens of a continuation or answer at most")
+    parser.add_argument("--prefill", choices=CHOICES["prefill"], default="native")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block", type=int, default=8, help="samples that go through all cells before the next ones")
