@@ -56,7 +56,7 @@ study: model
 # The weights that come with the package, about two hours on two cores: DATA holds gsm8k/train.jsonl and ruler/essays.
 train-bundled: model
 	$(BIN)/python -m training.texts --data-dir $(DATA) --out $(TRAINING)
-	$(BIN)/python -m training.bundled --texts $(TRAINING)/texts.jsonl --work $(TRAINING)
+	$(BIN)/python -m training.bundled --texts $(TRAINING) --work $(TRAINING)
 
 # The lowest versions that pyproject.toml allows (torch aside), in an environment of their own.
 OLDEST = .venv-oldest

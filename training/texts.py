@@ -12,7 +12,8 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,21 @@ TOKENS = 1024
 SEED = 900_001
 """RULER's seed; runs use small ones."""
 
-NEEDLES = {"niah_single_1": 44, "niah_multikey_2": 28, "niah_single_2": 10, "niah_multikey_1": 10}
-"""RULER tasks, with how many prompts of each. The haystack of those that need one is the essays."""
 
-SOLVED, PROSE = 64, 20
-"""Blocks of GSM8K and of prose."""
+@dataclass(frozen=True)
+class Counts:
+    """Blocks of GSM8K, of prose, and prompts of each RULER task (the haystack of those that need one is the essays)."""
+
+    solved: int
+    prose: int
+    needles: Mapping[str, int]
+
+
+SETS = {
+    "scorers": Counts(44, 12, {"niah_single_1": 30, "niah_multikey_2": 18, "niah_single_2": 6, "niah_multikey_1": 6}),
+    "gates": Counts(64, 20, {"niah_single_1": 44, "niah_multikey_2": 28, "niah_single_2": 10, "niah_multikey_1": 10}),
+}
+"""By what they train: KVpop's scorers, DMS's gates. Each is a file of its own."""
 
 QUESTIONS = 6
 """Needles that are asked for after one haystack, at most."""
@@ -46,20 +57,21 @@ def main() -> None:
     arguments = parser.parse_args()
     tokenizer = models.load_tokenizer(models.resolve("smollm2"))
     essays = "\n".join(path.read_text() for path in sorted((arguments.data_dir / "ruler/essays").glob("*.txt")))
-    blocks = [
-        *solved(arguments.data_dir / "gsm8k/train.jsonl", tokenizer),
-        *needles(arguments.data_dir / "ruler/essays", tokenizer, essays),
-        *prose(essays, tokenizer),
-    ]
-    random.Random(SEED).shuffle(blocks)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with (arguments.out / "texts.jsonl").open("w") as file:
-        for block in blocks:
-            file.write(json.dumps(block) + "\n")
-    print(f"{len(blocks)} texts in {arguments.out / 'texts.jsonl'}")
+    for name, counts in SETS.items():
+        blocks = [
+            *solved(counts.solved, arguments.data_dir / "gsm8k/train.jsonl", tokenizer),
+            *needles(counts.needles, arguments.data_dir / "ruler/essays", tokenizer, essays),
+            *prose(counts.prose, essays),
+        ]
+        random.Random(SEED).shuffle(blocks)
+        with (arguments.out / f"{name}.jsonl").open("w") as file:
+            for block in blocks:
+                file.write(json.dumps(block) + "\n")
+        print(f"{len(blocks)} texts in {arguments.out / name}.jsonl")
 
 
-def solved(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
+def solved(count: int, path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
     """Problems with their solutions, packed in random order, none twice."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(SEED).shuffle(records)
@@ -67,21 +79,23 @@ def solved(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str,
         f"Question: {record['question'].strip()}\nAnswer: {_CALCULATION.sub('', record['answer']).strip()}\n\n"
         for record in records
     )
-    for _ in range(SOLVED):
+    for _ in range(count):
         block = ""
         while len(tokenizer.encode(block)) < TOKENS:
             block += next(texts)
         yield {"kind": "solved", "text": block}
 
 
-def prose(essays: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
+def prose(count: int, essays: str) -> Iterator[dict[str, str]]:
     """Pieces of the essays, evenly spread."""
-    for number in range(PROSE):
-        start = essays.find("\n\n", len(essays) * number // PROSE) + 2
+    for number in range(count):
+        start = essays.find("\n\n", len(essays) * number // count) + 2
         yield {"kind": "prose", "text": essays[start : start + 6 * TOKENS]}
 
 
-def needles(haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str) -> Iterator[dict[str, str]]:
+def needles(
+    counts: Mapping[str, int], haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str
+) -> Iterator[dict[str, str]]:
     """RULER needle prompts with other keys, their answers, and further questions about the other needles."""
     from evictbench.registry import load_suite
     from evictbench.suite import SuiteRequest
@@ -92,7 +106,7 @@ def needles(haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str) -> 
     known = {word.lower() for word in wordlists.single()}
     words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", essays)) - known)
     suite = load_suite("ruler")
-    for task, count in NEEDLES.items():
+    for task, count in counts.items():
         room = TOKENS - (0 if "single" in task else 45 * (QUESTIONS - 1))
         request = SuiteRequest(
             tokenizer=tokenizer, tasks=(task,), context=room, limit=count, seed=SEED, chat=True, haystack=haystack
