@@ -32,7 +32,7 @@ class Run:
 
 
 SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
-"""KVpop's window is half of the smallest budget, as H2O's is: with 32, twice as much KL at 128 entries of GSM8K text."""
+"""KVpop's window is half of the smallest budget, as H2O's is."""
 
 RUNS = (
     Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{SCORER} --steps 1000 --recipe hidden=64"),
