@@ -34,8 +34,9 @@ model: setup
 run: model
 	$(BIN)/evictbench run $(RUN_ARGS)
 
+# A process a core, each with one thread.
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
