@@ -32,14 +32,17 @@ class Run:
 
 
 SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
-"""KVpop's window is half of the smallest budget, as H2O's is."""
+MLP = f"{SCORER} --steps 1000 --recipe hidden=64,recent=0.5"
+MLSTM = f"{SCORER} --steps 500 --recipe hidden=24,recent=0.5"
+"""Half of a small cache is best spent on what is recent, as H2O does: recent=0.5."""
+GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-every 10"
 
 RUNS = (
-    Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{SCORER} --steps 1000 --recipe hidden=64"),
-    Run("kvpop_mlp:label=max", "scorers", "kvpop", "smollm2-mlp-max", f"{SCORER} --steps 1000 --recipe hidden=64"),
-    Run("kvpop:label=mean", "scorers", "kvpop", "smollm2-mlstm-mean", f"{SCORER} --steps 500 --recipe hidden=24"),
-    Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", f"{SCORER} --steps 500 --recipe hidden=24"),
-    Run("dms", "gates", "dms", "smollm2", "--window 32 --steps 150 --lr 4e-4 --recipe ratio=12 --save-every 10"),
+    Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", MLP),
+    Run("kvpop_mlp:label=max", "scorers", "kvpop", "smollm2-mlp-max", MLP),
+    Run("kvpop:label=mean", "scorers", "kvpop", "smollm2-mlstm-mean", MLSTM),
+    Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", MLSTM),
+    Run("dms", "gates", "dms", "smollm2", GATE),
 )
 
 COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype float16"

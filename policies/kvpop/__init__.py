@@ -27,29 +27,35 @@ SINKS, WINDOW = 4, 256
 @dataclass(frozen=True)
 class Settings:
     """label: what the scorer was trained to guess of a token's future attention, its "mean" (as published) or its
-    "max"imum, which keeps what is looked up once. sinks, window (the query's own entry included): protected; those of
+    "max"imum, which keeps what is looked up once. sinks, window (the query's own entry included): protected; recent:
+    the share of the entries that is protected as recent where that is more than the window, 0 as published. Those of
     the weights where not given."""
 
     label: Literal["mean", "max"] = "mean"
     sinks: int | None = None
     window: int | None = None
+    recent: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sinks", 0), ("window", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"kvpop: {name} must be {least} or more, not {value}.")
+        if self.recent is not None and not 0 <= self.recent < 1:
+            raise UserError(f"kvpop: recent is a share from 0 and below 1, not {self.recent:g}.")
         if self.label not in ("mean", "max"):
             raise UserError(f"kvpop: label is mean or max, not {self.label!r}.")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a training can be told. hidden: width of the scorer's two layers; temperature: of the ranking loss."""
+    """What a training can be told. hidden: width of the scorer's two layers; temperature: of the ranking loss; sinks;
+    recent: the share of the entries that its user protects as recent (training ranks all that leave the window)."""
 
     hidden: int = 64
     temperature: float = 1.0
     sinks: int = SINKS
+    recent: float = 0.0
 
 
 class _Ranked(Policy):
@@ -81,20 +87,30 @@ class _Ranked(Policy):
         """The first positions, never evicted."""
         return SINKS if self.config.sinks is None else int(self.config.sinks)
 
-    def recent(self, budget: Tensor | int) -> int:
-        """The window."""
+    @property
+    def scored_after(self) -> int:
+        """The window, of which a token's label and an mLSTM's reading are counted."""
         return WINDOW if self.config.window is None else int(self.config.window)
+
+    def recent(self, budget: Tensor | int) -> Tensor | int:
+        """The window, or the share that is recent where that is more; one entry is left to choose."""
+        share, window = self.config.recent or 0.0, self.scored_after
+        if isinstance(budget, int):
+            return max(window, min(int(share * budget), budget - self.sinks - 1))
+        import torch
+
+        return torch.minimum((share * budget).long(), budget - self.sinks - 1).clamp(min=window)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take trained tensors: those of a scorer for `layers · kv_heads` heads, and `gamma`, from which the decay
-        comes. Sinks and window that the settings leave open are those of the training."""
+        comes. Sinks, window and recent share that the settings leave open are those of the training."""
         from . import scorers
         from .ranking import bounded_log_gamma
 
         trained = weights.card.get("settings", {})
-        for name in ("sinks", "window"):
+        for name, kind in (("sinks", int), ("window", int), ("recent", float)):
             if getattr(self.config, name) is None and name in trained:
-                self.config = replace(self.config, **{name: int(trained[name])})
+                self.config = replace(self.config, **{name: kind(trained[name])})
         tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
         gamma = tensors.pop("gamma", None)
         heads = shape.layers * shape.kv_heads
@@ -215,4 +231,4 @@ class KVpop(_Ranked):
 
         layers = range(steps[0].layer, steps[-1].layer + 1)
         scorer, log_gamma = self.of_layers(layers, steps[0].keys.device)
-        score_leaving(steps, scorer, log_gamma, int(self.recent(0)))
+        score_leaving(steps, scorer, log_gamma, self.scored_after)

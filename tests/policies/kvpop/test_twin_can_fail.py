@@ -62,7 +62,7 @@ class LateRead(KVpop):
 
     def settle(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), int(self.recent(0)) + 1)
+        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), self.scored_after + 1)
 
 
 class EarlyRead(KVpop):
@@ -70,7 +70,7 @@ class EarlyRead(KVpop):
 
     def settle(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), max(1, int(self.recent(0)) - 1))
+        score_leaving(steps, *self.of_layers(layers, steps[0].keys.device), max(1, self.scored_after - 1))
 
 
 class Forgetful(KVpop):
