@@ -29,6 +29,7 @@ from twin import (
     tiny_model,
 )
 from twin.cases import RULES, Case, cases, sample_priority
+from twin.kvpop import KVpop
 
 quick = settings(
     max_examples=12,
@@ -46,6 +47,8 @@ def rule_named(name: str) -> Rule:
         "tova": TOVA(),
         "h2o": H2O(),
         "snapkv": SnapKV(window=4, kernel=3),
+        "kvpop": KVpop(memory=True, sinks=2, window=4),
+        "kvpop_mlp": KVpop(memory=False, sinks=2, window=4),
     }[name]
 
 
