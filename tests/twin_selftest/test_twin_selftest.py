@@ -230,6 +230,7 @@ def test_transformers_itself_under_the_recorded_mask(name):
 def test_a_one_token_prompt(name):
     rule = Random(sample_priority, sinks=0, recent=1) if name == "random" else rule_named(name)
     rule = StreamingLLM(sinks=0) if name == "streaming_llm" else rule
+    rule = KVpop(memory=name == "kvpop", sinks=0, window=1) if name.startswith("kvpop") else rule
     for budget in (rule.least_budget, 3):
         trace = simulate(tiny_model("llama", 1), rule, [5], 6, budget)
         assert trace.occupancy(0) == dict.fromkeys(trace.occupancy(0), 1)
