@@ -234,16 +234,16 @@ def distance(model: PreTrainedModel, teacher: Tensor, student: Tensor, direction
     total = student.new_zeros((), dtype=torch.float32)
     pieces = zip(teacher.flatten(0, 1).split(_HEAD_TOKENS), student.flatten(0, 1).split(_HEAD_TOKENS), strict=True)
     for known, states in pieces:
-        with torch.enable_grad():
-            leaf = states.detach().requires_grad_()
-            p, q = _wide(head(known)).log_softmax(-1), _wide(head(leaf)).log_softmax(-1)
-            if direction == "reverse":
-                p, q = q, p
-            value = F.kl_div(q, p, log_target=True, reduction="sum") / count
+        leaf = states.detach().requires_grad_(states.requires_grad)
+        p, q = _wide(head(known)).log_softmax(-1), _wide(head(leaf)).log_softmax(-1)
+        if direction == "reverse":
+            p, q = q, p
+        value = F.kl_div(q, p, log_target=True, reduction="sum") / count
+        total = total + value.detach().to(total.device)
+        if leaf.requires_grad and value.requires_grad:
             (slope,) = torch.autograd.grad(value, leaf)
-        # The value of the divergence with its slope in the states.
-        linear = (states * slope).sum()
-        total = total + value.detach().to(total.device) + (linear - linear.detach())
+            linear = (states * slope).sum()
+            total = total + (linear - linear.detach())  # nothing, with the divergence's slope in the states
     return total
 
 
