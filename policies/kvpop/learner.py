@@ -29,6 +29,11 @@ ELEMENTS_AT_ONCE = 2**27
 """Inputs of so many heads are scored at a time that they have about this many elements; what the backward pass needs
 of the other heads is computed again."""
 
+PURPOSE = {
+    "mean": "The label is a token's mean attention from behind the window: for text that is read on.",
+    "max": "The label is the largest attention from behind the window: for text in which things are looked up once.",
+}
+
 MEASURED = 16
 """Blocks whose statistics standardise the inputs."""
 
@@ -53,6 +58,7 @@ class ScorerLearner(Learner):
         self.temperature = recipe.temperature
         self.charged = policy.charged_state(shape)
         self.recipe = recipe
+        self.length = training.length
         least = self.sinks + self.window + self.charged + 1
         if min(training.budgets) < least:
             raise UserError(
@@ -131,6 +137,10 @@ class ScorerLearner(Learner):
         gamma = bounded_log_gamma(self.gamma.detach()).exp()
         return {
             "settings": {**asdict(self.recipe), "window": self.window, "label": self.label},
+            "notes": [
+                PURPOSE[self.label],
+                f"The texts had up to {self.length} tokens: what is needed later than that was not to be learned.",
+            ],
             "decay": {"least": float(gamma.min()), "mean": float(gamma.mean()), "largest": float(gamma.max())},
         }
 
