@@ -14,6 +14,7 @@ folders are not those of ordinary runs: what a text costs once is shared by all 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -88,11 +89,26 @@ def _compare(options: argparse.Namespace) -> int:
         if not run_cells([cell for index, cell in enumerate(cells) if index % of == part - 1], options.block, say):
             say("stopped; what is finished is kept")
             return 130
+    if options.csv is not None:
+        write_samples(cells, METRICS[options.suite], options.csv)
     named = split_policies(options.test) if options.test else None
     for metric, more_is_better in METRICS[options.suite]:
         for line in table(cells, metric, more_is_better, named):
             print(line)
     return 0
+
+
+def write_samples(cells: Sequence[Cell], metrics: Sequence[tuple[str, bool]], file: Path) -> None:
+    """A line a cell and sample: policy, budget, task, document, and its metrics."""
+    names = [name for name, _ in metrics]
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["policy", "budget", "task", "document", *names])
+        for cell in cells:
+            values = {name: cell.values(name) for name in names}
+            for key in sorted(values[names[0]]):
+                found = (f"{values[name][key]:.6g}" for name in names)
+                writer.writerow([cell.name, cell.budget or "", *key[:2], *found])
 
 
 def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Sequence[str] | None = None) -> list[str]:
@@ -164,6 +180,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="samples per task (default 50)")
     parser.add_argument("--max-new-tokens", help="tokens of a continuation or answer at most")
     parser.add_argument("--prefill", choices=CHOICES["prefill"], default="native")
+    parser.add_argument("--csv", type=Path, help="write every sample's values to this file as well")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block", type=int, default=8, help="samples that go through all cells before the next ones")
