@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .bundled import POLICIES
-from .texts import _CALCULATION, SEED, TOKENS
+from .texts import CALCULATION, SEED, TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def unseen(data_dir: Path, texts: Path, tokenizer: PreTrainedTokenizerBase) -> I
     trained = "\n".join(json.loads(line)["text"] for line in texts.read_text().splitlines())
     records = [json.loads(line) for line in (data_dir / "gsm8k/train.jsonl").read_text().splitlines()]
     solutions = [
-        f"Question: {record['question'].strip()}\nAnswer: {_CALCULATION.sub('', record['answer']).strip()}\n\n"
+        f"Question: {record['question'].strip()}\nAnswer: {CALCULATION.sub('', record['answer']).strip()}\n\n"
         for record in records
         if record["question"].strip() not in trained
     ]

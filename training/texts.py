@@ -43,7 +43,7 @@ SETS = {
 QUESTIONS = 6
 """Needles that are asked for after one haystack, at most."""
 
-_CALCULATION = re.compile(r"<<[^>]*>>")
+CALCULATION = re.compile(r"<<[^>]*>>")
 _NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (.+?)\.(?=\s|$)")
 
 
@@ -76,7 +76,7 @@ def solved(count: int, path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterat
     records = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(SEED).shuffle(records)
     texts = iter(
-        f"Question: {record['question'].strip()}\nAnswer: {_CALCULATION.sub('', record['answer']).strip()}\n\n"
+        f"Question: {record['question'].strip()}\nAnswer: {CALCULATION.sub('', record['answer']).strip()}\n\n"
         for record in records
     )
     for _ in range(count):
