@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BLOCKS = 8
-NOTE = "Calibrated on solved GSM8K problems; of the held-out texts of its training, mostly needles in noise, it keeps less:"
+NOTE = (
+    "Calibrated on solved GSM8K problems; of the held-out texts of its training, mostly needles in noise, "
+    "it keeps less:"
+)
 FOLDER = POLICIES / "dms" / "weights" / "smollm2"
 
 
