@@ -41,7 +41,7 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy evictbench policies suites training studies studies
+	$(BIN)/mypy evictbench policies suites training studies
 
 format: setup
 	$(BIN)/ruff check --fix .
