@@ -58,6 +58,7 @@ study: model
 train-bundled: model
 	$(BIN)/python -m training.texts --data-dir $(DATA) --out $(TRAINING)
 	$(BIN)/python -m training.bundled --texts $(TRAINING) --work $(TRAINING)
+	$(BIN)/python -m training.calibration --data-dir $(DATA) --texts $(TRAINING)/gates.jsonl
 
 # The lowest versions that pyproject.toml allows (torch aside), in an environment of their own.
 OLDEST = .venv-oldest
