@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from evictbench.budget import PARTS
 from evictbench.errors import UserError
 from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, SlotTensor, Step
 
@@ -94,12 +95,12 @@ class _Ranked(Policy):
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
         """The window, or the share that is recent where that is more; one entry is left to choose."""
-        share, window = self.config.recent or 0.0, self.scored_after
+        share, window = round((self.config.recent or 0.0) * PARTS), self.scored_after
         if isinstance(budget, int):
-            return max(window, min(int(share * budget), budget - self.sinks - 1))
+            return max(window, min(share * budget // PARTS, budget - self.sinks - 1))
         import torch
 
-        return torch.minimum((share * budget).long(), budget - self.sinks - 1).clamp(min=window)
+        return torch.minimum(share * budget // PARTS, budget - self.sinks - 1).clamp(min=window)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take trained tensors: those of a scorer for `layers · kv_heads` heads, and `gamma`, from which the decay

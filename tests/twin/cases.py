@@ -124,6 +124,7 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
             weights_seed=st.integers(0, 5),
             sinks=st.sampled_from([4, 0, 1]),
             window=st.sampled_from([3, 1, 2, 8, 32]),
+            recent=st.sampled_from([0.0, 0.5, 0.7, 0.95]),
         )
     raise ValueError(f"no rule {name!r}")
 

@@ -229,12 +229,16 @@ def _priority(rule: KVpop, record: Record, layer: int, kv_head: int, t: int) -> 
 
 @dataclass(frozen=True)
 class KVpop(Rule):
-    """Sinks and window stay; of the tokens that have left the window the lowest static priority goes first."""
+    """Sinks and window stay; of the tokens that have left the window the lowest static priority goes first.
+
+    `recent`: the share of the entries that stays as recent where that is more than the window; one is left to choose.
+    """
 
     memory: bool
     weights_seed: int = 0
     sinks: int = 4
     window: int = 32
+    recent: float = 0.0
 
     token_at_a_time = True
 
@@ -253,7 +257,10 @@ class KVpop(Rule):
     def cut(self, record: Record, moment: Moment) -> list[Cut]:
         cuts = []
         for kv_head, held in enumerate(record.held[moment.layer]):
-            out_of_window = [t for t in held if self.sinks <= t <= moment.next_query - self.window]
+            stays = max(
+                self.window, min(moment.budget * round(100 * self.recent) // 100, moment.budget - self.sinks - 1)
+            )
+            out_of_window = [t for t in held if self.sinks <= t <= moment.next_query - stays]
             protected = [t for t in held if t not in out_of_window]
             if len(held) + 1 <= moment.budget:
                 cuts.append(Cut(list(held)))
