@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from twin.kvpop import KVpop
-from twin.rules import H2O, TOVA, Full, Random, Rule, SnapKV, StreamingLLM
+from twin.rules import H2O, TOVA, Full, Random, Rule, Shares, SnapKV, StreamingLLM
 from twin.simulate import Prefill, Trace, simulate
 from twin.tiny import VOCAB, Kind, tiny_model
 
@@ -56,7 +56,7 @@ class Case:
         return {
             f.name: getattr(self.rule, f.name)
             for f in fields(self.rule)  # type: ignore[arg-type]
-            if f.name not in NOT_SETTINGS
+            if f.name not in NOT_SETTINGS and (f.name, getattr(self.rule, f.name)) != ("shares", "head")
         }
 
     def model(self) -> PreTrainedModel:
@@ -85,7 +85,9 @@ class Case:
         )
 
 
-def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[Rule]:
+def rules(
+    name: str, priority: Priority = sample_priority, shares: Sequence[Shares] = ("head",)
+) -> st.SearchStrategy[Rule]:
     """A rule with settings small enough to matter on a prompt of forty tokens, the defaults among them."""
     group = st.sampled_from(["mean", "max", "sum"])
     if name == "full":
@@ -93,7 +95,7 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
     if name == "tova":
         return st.just(TOVA())
     if name == "h2o":
-        return st.builds(H2O, group=group)
+        return st.builds(H2O, group=group, shares=st.sampled_from(shares))
     if name == "streaming_llm":
         return st.builds(
             StreamingLLM,
@@ -116,6 +118,7 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
             pool=st.sampled_from(["max", "avg"]),
             group=group,
             decode=st.sampled_from(["reselect", "append"]),
+            shares=st.sampled_from(shares),
         )
     if name in ("kvpop", "kvpop_mlp"):
         return st.builds(
@@ -130,12 +133,19 @@ def rules(name: str, priority: Priority = sample_priority) -> st.SearchStrategy[
 
 
 @st.composite
-def cases(draw: st.DrawFn, name: str, priority: Priority = sample_priority, forced: bool | None = None) -> Case:
+def cases(
+    draw: st.DrawFn,
+    name: str,
+    priority: Priority = sample_priority,
+    forced: bool | None = None,
+    shares: Sequence[Shares] = ("head",),
+) -> Case:
     """Cases for one rule. `forced`: whether the new tokens are given (True), chosen (False) or either (None).
+    `shares`: who may share a kept set where that is a setting.
 
     Flat models, where all scores tie exactly, only for tova: elsewhere ties hang on the order of summation.
     """
-    rule = draw(rules(name, priority))
+    rule = draw(rules(name, priority, shares))
     # Half of the prompts long enough for evictions that say something.
     length = draw(st.one_of(st.integers(20, 40), st.integers(1, 40)))
     kv_heads, groups = draw(st.sampled_from([(2, 2), (2, 3), (1, 4), (4, 1)]))

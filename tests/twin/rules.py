@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from twin.simulate import Record
 
 Group = Literal["mean", "max", "sum"]
+Shares = Literal["head", "layer", "model"]
 Stage = Literal["prompt", "question", "decode"]
 
 
@@ -26,13 +27,16 @@ class Moment:
     """When a rule is asked.
 
     `next_query`: the position whose visibility the cut must guarantee; also the number of tokens seen so far.
-    `budget`: how many entries that query may see, itself included.
+    `budget`: how many entries that query may see, itself included; `share`: the share of the text that it comes from.
+    `first`: the first query that attended since the last time the rule was asked.
     """
 
     layer: int
     next_query: int
     budget: int
     stage: Stage
+    first: int = 0
+    share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class Rule:
     token_at_a_time = False
     # True: RoPE positions count the entries in the cache instead of the tokens of the text.
     reindexed = False
+    # "model": what one layer keeps every layer keeps, decided once all of them have attended.
+    shares: Shares = "head"
 
     @property
     def least_budget(self) -> int:
@@ -176,9 +182,11 @@ class TOVA(Rule):
 
 @dataclass(frozen=True)
 class H2O(Rule):
-    """Half of the budget the most recent, half the heaviest by attention received so far."""
+    """Half of the budget the most recent, half the heaviest by attention received so far: by each KV head, or by all
+    together that share a kept set."""
 
     group: Group = "mean"
+    shares: Shares = "head"
 
     name = "h2o"
 
@@ -190,12 +198,13 @@ class H2O(Rule):
                 cuts.append(Cut(list(held)))
                 continue
             protected = [p for p in held if p > moment.next_query - recent]
-            heads = record.heads_of(kv_head)
             scores = {}
             for position in held:
                 if position not in protected:
-                    received = record.probs[moment.layer][heads, :, position].sum(-1)
-                    scores[position] = reduce_group(received, self.group).item()
+                    scores[position] = 0.0
+                    for layer, head in record.sharers(self.shares, moment.layer, kv_head):
+                        received = record.probs[layer][record.heads_of(head), :, position].sum(-1)
+                        scores[position] += reduce_group(received, self.group).item()
             heavy = choose(scores, moment.budget - 1 - len(protected))
             cuts.append(Cut(sorted(heavy.kept + protected), heavy.gap))
         return cuts
@@ -214,6 +223,7 @@ class SnapKV(Rule):
     pool: Literal["max", "avg"] = "max"
     group: Group = "mean"
     decode: Literal["reselect", "append"] = "reselect"
+    shares: Shares = "head"
 
     name = "snapkv"
 
@@ -236,19 +246,22 @@ class SnapKV(Rule):
         first_of_window = moment.next_query - self.window
         prefix = [p for p in held if p < first_of_window]
         recent = [p for p in held if p >= first_of_window]
-        votes = torch.stack([self.votes(record, moment, head, held) for head in record.heads_of(kv_head)])
-        by_prefix_key = reduce_group(votes, self.group)[: len(prefix)].tolist()
-        pooled = self.smooth(by_prefix_key)
-        chosen = choose(dict(zip(prefix, pooled, strict=True)), count - len(recent))
+        scores = dict.fromkeys(prefix, 0.0)
+        for layer, sharer in record.sharers(self.shares, moment.layer, kv_head):
+            votes = torch.stack([self.votes(record, moment, layer, head, held) for head in record.heads_of(sharer)])
+            by_prefix_key = reduce_group(votes, self.group)[: len(prefix)].tolist()
+            for position, pooled in zip(prefix, self.smooth(by_prefix_key), strict=True):
+                scores[position] += pooled
+        chosen = choose(scores, count - len(recent))
         return Cut(sorted(chosen.kept + recent), chosen.gap)
 
-    def votes(self, record: Record, moment: Moment, head: int, held: list[int]) -> Tensor:
+    def votes(self, record: Record, moment: Moment, layer: int, head: int, held: list[int]) -> Tensor:
         """[held]: the probability that each held key receives from one head's window queries, summed."""
         total = torch.zeros(len(held), dtype=torch.float64)
         for query in range(max(0, moment.next_query - self.window), moment.next_query):
             may_see = [p for p in held if p <= query]
             if may_see:
-                total[: len(may_see)] += record.probs_over(moment.layer, head, query, may_see)
+                total[: len(may_see)] += record.probs_over(layer, head, query, may_see)
         return total
 
     def smooth(self, values: list[float]) -> list[float]:

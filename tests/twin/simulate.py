@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from twin.model import DenseModel
-from twin.rules import Moment, Rule, Stage
+from twin.rules import Moment, Rule, Shares, Stage
 
 Prefill = Literal["native", "dense", "bounded"]
 Head = tuple[int, int]  # (layer, kv_head)
@@ -59,6 +59,12 @@ class Record:
     def heads_of(self, kv_head: int) -> list[int]:
         """The query heads that share a KV head."""
         return [kv_head * self.dense.group + g for g in range(self.dense.group)]
+
+    def sharers(self, shares: Shares, layer: int, kv_head: int) -> list[Head]:
+        """Those that keep one set with this KV head of this layer, itself among them."""
+        layers = range(self.dense.layers) if shares == "model" else [layer]
+        kv_heads = [kv_head] if shares == "head" else range(self.dense.kv_heads)
+        return [(each, head) for each in layers for head in kv_heads]
 
     def probs_over(self, layer: int, head: int, query: int, positions: list[int]) -> Tensor:
         """[positions]: the softmax of a past query over these keys, all at their true positions."""
@@ -171,6 +177,7 @@ class _Run:
         self.seen: list[dict[Head, list[int]]] = []
         self.kept: dict[int, dict[Head, list[int]]] = {}
         self.gaps: list[float] = []
+        self.first = 0
 
     def forward(self, tokens: list[int], stage: Stage, each_token: bool, at_end: bool) -> None:
         """Layer by layer, query by query. Cut after each token, after the whole forward, or not at all."""
@@ -189,10 +196,16 @@ class _Run:
                     self.seen[query][layer, kv_head] = list(self.record.held[layer][kv_head])
                 for head in range(self.dense.heads):
                     attended[query - first, head] = self.attend(layer, head, query)
-                if each_token or (at_end and query == positions[-1]):
+                if each_token or (at_end and query == positions[-1] and self.rule.shares != "model"):
                     self.evict(layer, query + 1, stage)
                 self.note(layer, query + 1)
             hidden = self.dense.finish(layer, hidden, attended)
+        if at_end and self.rule.shares == "model":
+            for layer in range(self.dense.layers):
+                self.evict(layer, positions.stop, stage)
+                self.note(layer, positions.stop)
+        if at_end:
+            self.first = positions.stop
         self.logits += list(self.dense.logits(hidden))
         # Inside a forward that cuts at its end at most, nothing is decided yet: keep no entry for it.
         if not each_token:
@@ -222,7 +235,9 @@ class _Run:
         budget = self.budget.at(next_query + 1)
         if budget is None:
             return
-        cuts = self.rule.cut(self.record, Moment(layer, next_query, budget, stage))
+        share = self.budget.amount if isinstance(self.budget.amount, float) else None
+        moment = Moment(layer, next_query, budget, stage, self.first, share)
+        cuts = self.rule.cut(self.record, moment)
         for kv_head, cut in enumerate(cuts):
             if not set(cut.kept) <= set(self.record.held[layer][kv_head]):
                 raise AssertionError("a rule kept a position that was not held")
