@@ -109,6 +109,13 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     return config
 
 
+def own_dtype(config: PretrainedConfig) -> str:
+    """The dtype that a checkpoint was saved in, as `--dtype auto` takes it ("bfloat16")."""
+    text = config.get_text_config(decoder=True)
+    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32"
+    return str(dtype).removeprefix("torch.")
+
+
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with its chat template where it has one."""
     from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ from evictbench.settings import Checked, Settings, check
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from evictbench.policy import Policy
     from evictbench.protocol import Differences
@@ -117,7 +117,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
             allotted(policy, checked.budget, length)
 
     phase("identifying the weights")
-    dtype = settings.dtype if settings.dtype != "auto" else _own_dtype(config)
+    dtype = settings.dtype if settings.dtype != "auto" else models.own_dtype(config)
     differs = {
         **checked.protocol.differs,
         **({"chat": (chat, own_chat)} if chat != own_chat else {}),
@@ -270,9 +270,3 @@ def _identity(
         },
         "seed": settings.seed,
     }
-
-
-def _own_dtype(config: PretrainedConfig) -> str:
-    text = config.get_text_config(decoder=True)
-    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32"
-    return str(dtype).removeprefix("torch.")

@@ -30,12 +30,13 @@ GROUP_DIM = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that a policy may depend on."""
+    """The sizes of a model that a policy may depend on. hidden_size: width of the hidden states, 0 where not stated."""
 
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    hidden_size: int = 0
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
@@ -47,6 +48,7 @@ class ModelShape:
             heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            hidden_size=int(getattr(text, "hidden_size", None) or 0),
         )
 
     @property

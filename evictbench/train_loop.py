@@ -309,7 +309,7 @@ class Trainer:
         settings = self.settings
         depends_on = {
             "weights": self.plan.sha256,
-            "dtype": settings.dtype,
+            "dtype": self.plan.dtype,
             **self.learner.feature_settings(),
         }
         return Store(settings.store or settings.out / STORE, depends_on)

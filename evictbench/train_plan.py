@@ -23,8 +23,12 @@ IDENTITY_VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """One training, ready to begin. model: the name in results; train_blocks: how many of the blocks are trained on,
-    the rest are held out; identity: what a folder's training must agree in to go on."""
+    """One training, ready to begin.
+
+    model: the name in results; dtype: of its weights, the checkpoint's own where the settings leave it to that;
+    train_blocks: how many of the blocks are trained on, the rest are held out; identity: what a folder's training must
+    agree in to go on.
+    """
 
     settings: Settings
     checked: Checked
@@ -32,6 +36,7 @@ class Plan:
     model: str
     sha256: str
     shape: ModelShape
+    dtype: str
     tokenizer: PreTrainedTokenizerBase
     learner: Learner
     blocks: Blocks
@@ -104,6 +109,7 @@ def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] =
         model=model,
         sha256=sha256,
         shape=shape,
+        dtype=models.own_dtype(config) if settings.dtype == "auto" else settings.dtype,
         tokenizer=tokenizer,
         learner=learner,
         blocks=blocks,

@@ -142,8 +142,8 @@ def save(
 
 
 def shape_data(shape: ModelShape) -> dict[str, int]:
-    """A model's shape as plain data, for a card."""
-    return dataclasses.asdict(shape)
+    """A model's shape as plain data, for a card; without what is not stated."""
+    return {name: size for name, size in dataclasses.asdict(shape).items() if size}
 
 
 def variant_of(policy: Policy) -> str:

@@ -138,6 +138,11 @@ class DMS(Policy):
             raise UserError(
                 f"The weights {weights.origin} are not a gate of {shape.layers} layers with {shape.kv_heads} KV heads."
             )
+        if shape.hidden_size and weight.shape[2] != shape.hidden_size:
+            raise UserError(
+                f"The weights {weights.origin} read hidden states of width {weight.shape[2]}, and this model's have "
+                f"{shape.hidden_size}."
+            )
         self._on = {}
         self._gate = SeparateGate(weight.float(), bias.float(), float(card.get("epsilon", 1e-6)))
         if self._window is None and card.get("window") is not None:

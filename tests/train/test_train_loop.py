@@ -57,7 +57,7 @@ def test_a_stored_scorer_learns_and_the_folder_says_how(trained):
     assert not [name for name in files if "checkpoint" in name or "unfinished" in name]
     card = json.loads((outcome.folder / "config.json").read_text())
     assert card["policy"], card["variant"] == ("toy", "mean")
-    assert card["base_model"]["shape"] == {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    assert card["base_model"]["shape"] == {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden_size": 32}
     assert card["training"]["held_out"]["loss"] < lines[0]["loss"]
     assert card["training"]["held_out_blocks"] == 2
     assert (outcome.folder / "curves.png").read_bytes()[:4] == b"\x89PNG"

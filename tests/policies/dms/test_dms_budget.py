@@ -124,6 +124,8 @@ def test_bad_settings_and_weights_are_refused() -> None:
         Settings(sinks=-1)
     with pytest.raises(UserError, match="not a gate of 2 layers with 3 KV heads"):
         DMS().use(weights(), ModelShape(layers=2, heads=6, kv_heads=3, head_dim=16))
+    with pytest.raises(UserError, match="read hidden states of width"):
+        DMS().use(weights(), ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=7))
     with pytest.raises(UserError, match="no thresholds"):
         trained(calibration={"thresholds": [1.0], "beyond": []})
     with pytest.raises(UserError, match="has no window"):
