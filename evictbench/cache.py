@@ -21,8 +21,9 @@ from transformers.cache_utils import Cache
 
 from evictbench.budget import Budget
 from evictbench.errors import UserError
+from evictbench.eviction import evict
 from evictbench.passes import Occupancy, Pass
-from evictbench.placement import Placement, best, in_slot_order, worst
+from evictbench.placement import Placement
 from evictbench.policy import Entering, ModelShape, Policy, Step
 from evictbench.reindex import SinkShift, inverse_frequencies
 from evictbench.slots import SlotLayer
@@ -234,9 +235,9 @@ class EvictionCache(Cache):
             if last:
                 decide(self, step)
         elif self.policy.shares != "model":
-            self.evict([layer], step, view)
+            evict(self, [layer], step, view)
         elif last:
-            self.evict(self.layers, step, view)
+            evict(self, self.layers, step, view)
         if last:
             self._close(step)
 
@@ -304,63 +305,6 @@ class EvictionCache(Cache):
         for placement in self.placements:
             placement.close_holes(torch.tensor(self.held, device=placement.device))
         self.holes = [False] * len(self.holes)
-
-    # Eviction.
-
-    def evict(self, layers: list[SlotLayer], step: Pass, view: Step) -> None:
-        """Cut what these layers, which share one placement, hold to the pass's targets."""
-        placement = self.placement(layers[0].index)
-        rows = step.rows
-        if not step.cuts:
-            placement.free[:rows] = step.free_slots(placement.device)
-            return
-        positions, device = view.positions, view.positions.device
-        deadlines = step.deadlines.get(placement)
-        if deadlines is not None:
-            deadlines = deadlines.to(device)
-        else:
-            score, protected = self.policy.score(view), self.protected(step, positions)
-            if step.one_out:
-                evicted = worst(score, positions, protected)
-                if not all(target is not None for target in step.targets):
-                    evicted = torch.where(step.cut_rows(device), evicted, step.free_slots(device))
-                placement.free[:rows] = evicted
-                return
-        for group, target in step.groups():
-            chosen = slice(0, rows) if group is None else torch.tensor(group, device=device)
-            if deadlines is None:
-                index = best(score[chosen], positions[chosen], None if protected is None else protected[chosen], target)
-            else:
-                alive = (deadlines > step.following(device)) & (positions >= 0)
-                index = in_slot_order(alive[chosen], target)
-            capacity = self._capacity_after_cut(step, layers[0].capacity) if group is None else None
-            for layer in layers:
-                layer.compact(group, index.to(layer.buffers["keys"].device), capacity)
-            self.count_bytes(-placement.nbytes())
-            placement.compact(group, index.to(placement.device), capacity)
-            self.count_bytes(placement.nbytes())
-        placement.free[:rows] = step.free_slots(placement.device)
-
-    def _capacity_after_cut(self, step: Pass, now: int) -> int | None:
-        """Slots of the buffers that replace a prompt's, so that its memory is freed; None: cut in place."""
-        if step.single or not (self.prompt_done or step.ends_prompt):
-            return None
-        capacity = max(entries[-1] for entries in step.entries)
-        return capacity if capacity < now else None
-
-    def protected(self, step: Pass, positions: Tensor) -> Tensor | None:
-        """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
-        device = positions.device
-        front = None if self.policy.sinks == 0 and step.level else positions < self.policy.sinks
-        if not self.has_recent:
-            return front
-
-        def begins() -> Tensor:
-            recent = self.policy.recent(step.budgets(device)[:, -1, None, None])
-            return (step.following(device) - recent).to(torch.int32)
-
-        window = positions > step.once("window", device, begins)
-        return window if front is None else front | window
 
     def _refuse_below_minimum(self, budget: int) -> None:
         if budget < self.minimum:

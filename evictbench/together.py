@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from evictbench.eviction import evict, protected
 from evictbench.placement import worst
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ def decide(cache: EvictionCache, step: Pass) -> None:
             _evict_one(cache, step, views)
         else:
             for view in views:
-                cache.evict([cache.layers[view.layer]], step, view)
+                evict(cache, [cache.layers[view.layer]], step, view)
 
 
 def _evict_one(cache: EvictionCache, step: Pass, views: list[Step]) -> None:
     """Each row that is cut loses one entry a head; the next token will take its slot."""
     positions = torch.cat([view.positions for view in views], dim=1)
     score = torch.cat([cache.policy.score(view).expand(view.positions.shape) for view in views], dim=1)
-    evicted = worst(score, positions, cache.protected(step, positions))
+    evicted = worst(score, positions, protected(cache, step, positions))
     if not all(target is not None for target in step.targets):
         evicted = torch.where(step.cut_rows(evicted.device), evicted, step.free_slots(evicted.device))
     sets = views[0].positions.shape[1]
