@@ -1,0 +1,120 @@
+"""Random small cases of IndexMem++, and its twin run on them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from twin.indexmem_pp_run import Rules, Run, Starts, Told
+from twin.tiny import random_tokens, tiny_model
+
+Worth = Literal["spread", "ties", "equal", "one_flat"]
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """`context` tokens are read in parts of `chunk` and compressed; `question` tokens in one; the rest one by one."""
+
+    rules: Rules
+    kind: Literal["llama", "qwen3"]
+    seed: int
+    kv_heads: int
+    groups: int
+    length: int
+    context: int
+    question: int
+    chunk: int
+    worth: Worth
+
+    def model(self) -> Any:
+        return tiny_model(self.kind, self.seed % 3, LAYERS, self.kv_heads, self.groups)
+
+    @property
+    def tokens(self) -> list[int]:
+        return random_tokens(self.length, self.seed)
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Where forward passes begin and end."""
+        borders = [*range(0, self.context, self.chunk), self.context, self.context + self.question]
+        borders = sorted({*borders, *range(self.context + self.question, self.length), self.length})
+        return list(itertools.pairwise(borders))
+
+    def worths(self) -> tuple[Tensor, Tensor]:
+        """Scores and rates, `[layers, kv_heads, tokens]`; sums of them with whole distances are exact in float32."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = (LAYERS, self.kv_heads, self.length)
+        highest = 2 if self.worth == "ties" else 64
+        scores = torch.randint(0, highest, size, generator=generator) / 8
+        falls = torch.randint(0, 4, size, generator=generator)
+        if self.worth == "ties":
+            falls = falls // 3
+        if self.worth == "equal":
+            scores, falls = torch.full_like(scores, 0.25), torch.ones_like(falls)
+            falls[:] = 0
+        if self.worth == "one_flat":
+            scores[:, 0], falls[:, 0] = 1.0, 0
+        return scores, -2048.0 * falls
+
+
+def first_ones(layer: int, kv_head: int, evicted: int) -> list[int]:
+    """Where clusters start, the same in the policy under test."""
+    return list(range(evicted))
+
+
+def told(case: Case, run: type[Run] = Run, starts: Starts = first_ones) -> Told:
+    """What the twin says of a case."""
+    scores, rates = case.worths()
+
+    def judge(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
+        return float(scores[layer, kv_head, position]), float(rates[layer, kv_head, position])
+
+    twin = run(case.model(), judge, case.rules, starts, case.length)
+    for begin, end in case.parts:
+        twin.read(case.tokens[begin:end], ends_context=end == case.context)
+    return twin.told()
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    prefill: tuple[Any, ...] = ("native", "dense", "bounded"),
+    centroids: tuple[int, ...] = (0, 1, 3),
+    question: int = 8,
+    worths: tuple[Any, ...] = ("spread", "ties", "equal", "one_flat"),
+) -> Case:
+    """Lengths up to 60, one-token prompts, budgets from the least to more than the text."""
+    length = draw(st.one_of(st.integers(30, 60), st.integers(1, 60)))
+    context = draw(st.integers(1, length))
+    sinks, window = draw(st.sampled_from([0, 1, 2, 4])), draw(st.sampled_from([1, 2, 3, 6]))
+    slots = draw(st.sampled_from(centroids))
+    least = sinks + window + slots + 1
+    budget = draw(st.one_of(st.integers(least, least + 8), st.integers(least, length + least)))
+    kv_heads, groups = draw(st.sampled_from([(2, 2), (2, 3), (4, 1), (1, 2)]))
+    rules = Rules(
+        budget=budget,
+        sinks=sinks,
+        window=window,
+        centroids=slots,
+        budgets=draw(st.sampled_from(["mass", "uniform"])),
+        floor=draw(st.sampled_from([0, 1, 2])),
+        prefill=draw(st.sampled_from(prefill)),
+    )
+    return Case(
+        rules=rules,
+        kind=draw(st.sampled_from(["llama", "qwen3"])),
+        seed=draw(st.integers(0, 50)),
+        kv_heads=kv_heads,
+        groups=groups,
+        length=length,
+        context=context,
+        question=min(draw(st.integers(0, question)), length - context),
+        chunk=draw(st.integers(1, 40)),
+        worth=draw(st.sampled_from(worths)),
+    )

@@ -1,0 +1,198 @@
+"""A whole model under IndexMem++, as its definitions in `twin.indexmem_pp` have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from twin.indexmem_pp import Centroid, Pool, absorb, aged, competing, fill_by_mass, lloyd, means, ranked
+from twin.model import DenseModel
+
+Judge = Callable[[int, int, int, Tensor], tuple[float, float]]
+"""(layer, kv_head, position, what attention receives `[hidden]`): score and rate of a token."""
+
+Starts = Callable[[int, int, int], Sequence[int]]
+"""(layer, kv_head, evicted): where the clusters of a prompt's evicted entries start, as indices into them."""
+
+Head = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How to run it. budget: entries that a head's query sees on average, sinks, window and centroids included.
+
+    floor: places of the pool that each head has at least. context: the tokens that are compressed first.
+    """
+
+    budget: int
+    sinks: int = 4
+    window: int = 32
+    centroids: int = 0
+    budgets: Literal["mass", "uniform"] = "mass"
+    floor: int = 0
+    prefill: Literal["native", "dense", "bounded"] = "native"
+
+    @property
+    def places(self) -> int:
+        """Of each head's pool, where all have the same."""
+        return self.budget - self.sinks - self.window - self.centroids
+
+
+@dataclass
+class Told:
+    """What happened. seen: per query, the positions that each head saw; kept: by tokens seen, what the next sees of
+    them; counts: by tokens seen, the entries of each centroid. closest: how nearly it could have been otherwise."""
+
+    logits: Tensor
+    seen: list[dict[Head, list[int]]]
+    places: dict[Head, int]
+    counts: dict[int, dict[Head, list[int]]]
+    closest: float
+
+
+class Run:
+    """One sequence: `read` its context, then what follows, in any parts."""
+
+    def __init__(self, model: PreTrainedModel, judge: Judge, rules: Rules, starts: Starts, length: int) -> None:
+        self.dense, self.judge, self.rules, self.starts = DenseModel(model), judge, rules, starts
+        dense = self.dense
+        self.everyone = [(layer, head) for layer in range(dense.layers) for head in range(dense.kv_heads)]
+        self.keys = {at: torch.zeros(length, dense.head_dim, dtype=torch.float64) for at in self.everyone}
+        self.values = {at: torch.zeros(length, dense.head_dim, dtype=torch.float64) for at in self.everyone}
+        self.queries = [torch.zeros(length, dense.heads, dense.head_dim, dtype=torch.float64)] * dense.layers
+        self.queries = [tensor.clone() for tensor in self.queries]
+        self.scores: dict[Head, list[float]] = {at: [] for at in self.everyone}
+        self.rates: dict[Head, list[float]] = {at: [] for at in self.everyone}
+        self.pools = {
+            at: Pool(self.scores[at], self.rates[at], rules.sinks, rules.window, rules.places) for at in self.everyone
+        }
+        self.centroids: dict[Head, list[Centroid]] = {at: [] for at in self.everyone}
+        self.compressed = False
+        self.logits: list[Tensor] = []
+        self.seen: list[dict[Head, list[int]]] = []
+        self.counts: dict[int, dict[Head, list[int]]] = {}
+
+    def read(self, tokens: Sequence[int], ends_context: bool = False) -> None:
+        """One forward pass."""
+        start = len(self.logits)
+        positions = range(start, start + len(tokens))
+        self.seen += [{} for _ in positions]
+        with torch.no_grad():
+            hidden = self.dense.embed(tokens)
+            for layer in range(self.dense.layers):
+                self.enter(layer, hidden, positions)
+                attended = torch.zeros(len(tokens), self.dense.heads, self.dense.head_dim, dtype=torch.float64)
+                for q in positions:
+                    for kv_head in range(self.dense.kv_heads):
+                        at = layer, kv_head
+                        self.turn(at, q)
+                        self.seen[q][at] = self.visible(at, q)
+                        for head in range(kv_head * self.dense.group, (kv_head + 1) * self.dense.group):
+                            attended[q - start, head] = self.attend(at, head, q)
+                if ends_context:
+                    self.compress(layer, positions[-1])
+                hidden = self.dense.finish(layer, hidden, attended)
+            self.logits += list(self.dense.logits(hidden))
+        self.compressed = self.compressed or ends_context
+        self.counts[len(self.logits)] = {at: [c.count for c in self.centroids[at]] for at in self.everyone}
+
+    def enter(self, layer: int, hidden: Tensor, positions: range) -> None:
+        queries, keys, values = self.dense.project(layer, hidden)
+        queries, keys = self.dense.rotate(queries, positions), self.dense.rotate(keys, positions)
+        received = self.dense.model.model.layers[layer].input_layernorm(hidden)
+        here = slice(positions.start, positions.stop)
+        self.queries[layer][here] = queries
+        for kv_head in range(self.dense.kv_heads):
+            at = layer, kv_head
+            self.keys[at][here], self.values[at][here] = keys[:, kv_head], values[:, kv_head]
+            for offset, position in enumerate(positions):
+                score, rate = self.judge(layer, kv_head, position, received[offset])
+                self.scores[at].append(score)
+                self.rates[at].append(rate)
+
+    def turn(self, at: Head, q: int) -> None:
+        """The recursion; what goes after the context is absorbed before q looks."""
+        if self.rules.prefill == "dense" and not self.compressed:
+            return
+        for j in self.pools[at].turn(q):
+            if self.compressed or self.rules.prefill == "bounded":
+                absorb(self.centroids[at], self.rules.centroids, self.keys[at][j], self.values[at][j])
+
+    def visible(self, at: Head, q: int) -> list[int]:
+        if self.rules.prefill == "dense" and not self.compressed:
+            return list(range(q + 1))
+        return self.pools[at].sees(q)
+
+    def attend(self, at: Head, head: int, q: int) -> Tensor:
+        """`[head_dim]`: one softmax over entries and centroids, which count for as many as they stand for."""
+        seen = self.seen[q][at]
+        keys, values, weights = list(self.keys[at][seen]), list(self.values[at][seen]), [0.0] * len(seen)
+        if self.compressed:
+            for centroid in self.centroids[at]:
+                keys.append(centroid.key)
+                values.append(centroid.value)
+                weights.append(math.log(centroid.count))
+        return self.softmax(at[0], head, q, torch.stack(keys), weights) @ torch.stack(values)
+
+    def softmax(self, layer: int, head: int, q: int, keys: Tensor, bias: Sequence[float]) -> Tensor:
+        scaling = self.dense.model.model.layers[layer].self_attn.scaling
+        logits = keys @ self.queries[layer][q, head] * scaling + torch.tensor(bias, dtype=torch.float64)
+        weights = torch.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    # The context's end.
+
+    def compress(self, layer: int, q: int) -> None:
+        """Budgets over all that is stored, then what each head keeps of it, and the rest to its centroids."""
+        rules = self.rules
+        choices, masses, pinned = [], [], []
+        for kv_head in range(self.dense.kv_heads):
+            at = layer, kv_head
+            stored = self.stored(at, q)
+            choice = ranked(
+                self.scores[at],
+                self.rates[at],
+                q,
+                [j for j in stored if j in set(competing(q, rules.sinks, rules.window))],
+            )
+            heads = range(kv_head * self.dense.group, (kv_head + 1) * self.dense.group)
+            by_head = [self.softmax(layer, head, q, self.keys[at][stored], [0.0] * len(stored)) for head in heads]
+            mass = dict(zip(stored, torch.stack(by_head).mean(0).tolist(), strict=True))
+            choices.append(choice)
+            masses.append([mass[j] for j in choice])
+            pinned.append(sum(mass[j] for j in stored if j not in set(choice)))
+        for kv_head, places in enumerate(self.allocate(masses, pinned)):
+            self.cut((layer, kv_head), choices[kv_head], places)
+
+    def stored(self, at: Head, q: int) -> list[int]:
+        return self.pools[at].sees(q) if self.rules.prefill == "bounded" else list(range(q + 1))
+
+    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        heads, places = len(masses), self.rules.places
+        if self.rules.budgets == "uniform" or sum(map(len, masses)) <= heads * places:
+            return [places] * heads
+        return fill_by_mass(masses, pinned, heads * places, [min(self.rules.floor, places)] * heads)
+
+    def cut(self, at: Head, choice: list[int], places: int) -> None:
+        pool = self.pools[at]
+        pool.places, pool.held[:] = places, choice[:places]
+        gone = sorted(choice[places:])
+        if self.rules.prefill != "bounded" and self.rules.centroids and gone:
+            keys, values = self.keys[at][gone], self.values[at][gone]
+            clusters = lloyd(keys, self.starts(*at, len(gone))[: self.rules.centroids])
+            self.centroids[at] = means(keys, values, clusters)
+        if choice[places:] and choice[:places]:
+            q = len(self.scores[at]) - 1
+            edge = [aged(pool.scores, pool.rates, q, j) for j in choice[places - 1 : places + 1]]
+            pool.gaps.append(edge[0] - edge[1])
+
+    def told(self) -> Told:
+        gaps = [gap for pool in self.pools.values() for gap in pool.gaps if gap > 0]
+        places = {at: pool.places for at, pool in self.pools.items()}
+        return Told(torch.stack(self.logits), self.seen, places, self.counts, min(gaps, default=math.inf))
