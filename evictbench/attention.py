@@ -7,13 +7,14 @@ model passes as keys are the new ones, and they carry the cache layer; without o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evictbench.kernels import attend_and_observe, attend_one, probabilities
+from evictbench.kernels import TILE_ELEMENTS, attend_and_observe, attend_one, probabilities
 from evictbench.paged import PagedLayer
 from evictbench.policy import Entering, Step
 from evictbench.reindex import rotate
@@ -90,20 +91,31 @@ def _view(layer: SlotLayer, step: Pass, entered: Entering) -> Step:
     """What a policy may see of this layer."""
     cache = layer.cache
     keys = step.front(layer.buffers["keys"])
-    free = cache.placement(layer.index).free
+    placement = cache.placement(layer.index)
+    shared = {name: step.front(tensor) for name, tensor in placement.state.items()}
+    shared |= {name: memory[: step.rows] for name, memory in placement.memory.items()}
+
+    def place(name: str, value: Tensor) -> None:
+        buffers = layer.buffers if name in layer.buffers else placement.state
+        step.put(buffers[name], value, placement.free.to(buffers[name].device))
+
     return Step(
         layer=layer.index,
         shape=cache.shape,
-        positions=step.front(cache.placement(layer.index).positions).to(keys.device),
+        positions=step.front(placement.positions).to(keys.device),
         keys=keys,
         values=step.front(layer.buffers["values"]),
-        state={name: step.front(layer.buffers[name]) for name in cache.slot_tensors},
+        state={name: step.front(layer.buffers[name]) for name in cache.slot_tensors if name in layer.buffers},
         memory={name: memory[: step.rows] for name, memory in layer.memory.items()},
         entered=entered,
-        place=lambda name, value: step.put(layer.buffers[name], value, free),
+        place=place,
         query_positions=step.query_positions(keys.device),
         budgets=step.budgets(keys.device),
         steady=step.steady,
+        shared=shared,
+        carried=step.carried,
+        dense=step.dense,
+        cuts=step.cuts,
     )
 
 
@@ -116,7 +128,7 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
         layer.remember_queries(query, cache.policy.window)
         view.signals.window_probs = lambda: _window_probs(layer, step, view, scaling)
     shows_mass = "mass" in wanted
-    if step.single and (shows_mass or ("last_query_probs" in wanted and step.cuts)):
+    if step.single and (shows_mass or "recent_probs" in wanted or ("last_query_probs" in wanted and step.cuts)):
         output, mass = attend_one(query, view.keys, view.values, bias, scaling)
         view.signals.mass = view.signals.last_query_probs = mass
     elif shows_mass or sinks is not None:
@@ -141,6 +153,8 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
     if "last_query_probs" in wanted and step.cuts and not step.single:
         last = None if bias is None else bias[:, :, -1:]
         view.signals.last_query_probs = probabilities(query[:, :, -1:], view.keys, last, scaling)[:, :, :, 0]
+    if "recent_probs" in wanted:
+        view.signals.recent_probs = partial(_recent_probs, step, view, query, bias, scaling)
     return output
 
 
@@ -210,6 +224,35 @@ def _window_probs(layer: SlotLayer, step: Pass, view: Step, scaling: float) -> T
     visible = visible | ~asked[:, None, :, None]
     probs = probabilities(layer.ring[: step.rows], view.keys, _additive(visible, view.keys.dtype), scaling)
     return probs * asked[:, None, None, :, None]
+
+
+def _recent_probs(
+    step: Pass, view: Step, query: Tensor, bias: Tensor | None, scaling: float, count: int, before: int = 0
+) -> Tensor:
+    """Softmax rows of the `count` queries of this pass in front of its last `before`, zero where there are none."""
+    rows, heads, queries, _ = query.shape
+    row = view.signals.mass if step.single else None
+    wide = torch.promote_types(query.dtype, torch.float32)
+    slots, kv_heads, device = step.used, view.keys.shape[1], query.device
+    if row is not None and count == 1 and before == 0:
+        return row[:, :, :, None]
+    found = torch.zeros((rows, kv_heads, heads // kv_heads, count, slots), dtype=wide, device=device)
+    end, missing = queries - before, count - (queries - before)
+    tile = max(1, TILE_ELEMENTS.get(device.type, 2**22) // max(1, rows * heads * slots))
+    for first in range(max(0, -missing), end, tile):
+        last = min(end, first + tile)
+        if row is not None:
+            probs = row[:, :, :, None]
+        else:
+            seen = bias[:, :, first:last] if bias is not None else None
+            if seen is None:
+                visible = torch.arange(slots, device=device) <= torch.arange(first, last, device=device)[:, None]
+                seen = _additive(visible[None, None], view.keys.dtype)
+            probs = probabilities(query[:, :, first:last], view.keys, seen, scaling)
+        if step.real is not None:
+            probs = probs * step.real.to(device)[:, None, None, first:last, None]
+        found[:, :, :, first + missing : last + missing] = probs
+    return found
 
 
 def _without_cache(query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, scaling: float) -> Tensor:

@@ -68,6 +68,7 @@ class EvictionCache(Cache):
         self.shape = ModelShape.of(model.config)
         self.slot_tensors = policy.slot_state(self.shape)
         self.memory_tensors = policy.memory(self.shape)
+        self.shared_tensors = policy.shared_state(self.shape)
         self.has_recent = bool(policy.recent(GROWTH_BLOCK))
         self.charged = policy.charged_state(self.shape)
         self.minimum = policy.minimum_budget(self.shape)
@@ -114,10 +115,13 @@ class EvictionCache(Cache):
         return self.placements[layer if len(self.placements) > 1 else 0]
 
     def entries(self, row: int, seen: int) -> int:
-        """Slots that a query may see as the `seen`-th token of its row: the budget, less what is charged."""
+        """Slots that a query may see as the `seen`-th token of its row: the budget, less what is charged.
+
+        seen: the entries that are held, where a share of the budget is one of the cache.
+        """
         if self.budget is None:
             return seen + 1
-        budget = self.budget.at(self.prompts[row], seen)
+        budget = self.budget.at(0 if self.policy.share_of == "cache" else self.prompts[row], seen)
         self._refuse_below_minimum(budget)
         return budget - self.charged
 
@@ -144,6 +148,11 @@ class EvictionCache(Cache):
     def row_bytes(self, row: int) -> int:
         """Bytes of one row's part of what is held."""
         return self.nbytes() // (self.row_capacity or len(self.seen))
+
+    @property
+    def reads_dense(self) -> bool:
+        """The prompt has not ended, and is held whole until it has."""
+        return self.dense and not self.prompt_done
 
     def count_bytes(self, change: int) -> None:
         """Keep the running total and its peak; called wherever buffers are made and freed."""
@@ -192,6 +201,8 @@ class EvictionCache(Cache):
             placement.move_to(keys.device)
         if layer.index == 0 or len(self.placements) > 1:
             step.put(placement.positions, step.query_positions(keys.device)[:, None], placement.free)
+            for name, tensor in placement.state.items():
+                step.put(tensor, placement.shared[name].fill, placement.free)
         if self.shift is not None and step.single and (turned := self.shift.turned(layer.index)) is not None:
             layer.buffers["keys"][: step.rows, :, : self.policy.sinks] = turned
         entering = Entering(
@@ -250,9 +261,8 @@ class EvictionCache(Cache):
         self.seen = step.seen
         self.columns += step.queries
         self.prompt_done = self.prompt_done or step.ends_prompt
-        if self.prompt_done and not self.policy.guarded:
-            for layer in self.layers:
-                layer.forget_queries()
+        for layer in self.layers if self.prompt_done else ():
+            layer.forget_prompt()
         if self.shift is not None:
             self.shift.end()
         self.current = None
@@ -282,7 +292,7 @@ class EvictionCache(Cache):
         if not self.placements:
             sets = self.shape.kv_heads if self.policy.shares == "head" else 1
             count = 1 if self.policy.shares == "model" else self.shape.layers
-            self.placements = [Placement(sets, like.device) for _ in range(count)]
+            self.placements = [Placement(sets, like.device, self.shared_tensors) for _ in range(count)]
         for placement in self.placements:
             self.count_bytes(-placement.nbytes())
             placement.resize(rows, capacity)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class Pass:
     counts: real new tokens; before, after: entries held before it and once its own are written; seen: tokens seen
     after it; entries: what its own queries and the next may see, `queries + 1` each; targets: entries kept after
     the cut, None where nothing is cut. dense: every query sees everything, whatever the budget. together: one token a
-    row, and the policy's priorities are static, so that all layers are decided at its end, from their `views`.
+    row, and the policy's priorities are static, so that all layers are decided at its end, from their `views`. carried:
+    what the policy hands on from layer to layer.
     """
 
     queries: int
@@ -62,6 +63,7 @@ class Pass:
     together: bool = False
     views: list[Step] = field(default_factory=list)
     deadlines: dict[Placement, Tensor] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
     _made: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -81,12 +83,15 @@ class Pass:
             ends_prompt = columns >= prompt_length
             cache.prompts = [prompt_length - (columns - tokens) for tokens in seen]
         after = [held + count for held, count in zip(cache.held, counts, strict=True)]
-        entries = [
-            [cache.entries(row, first) for first in range(cache.seen[row] + count - queries + 1, seen[row] + 2)]
-            if cache.budget is not None and cache.budget.tokens is None
-            else [cache.entries(row, seen[row] + 1)] * (queries + 1)
-            for row, count in enumerate(counts)
-        ]
+        if cache.policy.share_of == "cache":
+            entries = [[cache.entries(row, held)] * (queries + 1) for row, held in enumerate(after)]
+        else:
+            entries = [
+                [cache.entries(row, first) for first in range(cache.seen[row] + count - queries + 1, seen[row] + 2)]
+                if cache.budget is not None and cache.budget.tokens is None
+                else [cache.entries(row, seen[row] + 1)] * (queries + 1)
+                for row, count in enumerate(counts)
+            ]
         may_cut = cache.prompt_done or ends_prompt or not cache.dense
         targets: list[int | None] = []
         for row, held in enumerate(after):
@@ -103,7 +108,7 @@ class Pass:
             seen=seen,
             entries=entries,
             targets=targets,
-            dense=cache.dense and not cache.prompt_done,
+            dense=cache.reads_dense,
             ends_prompt=ends_prompt,
             holes=any(cache.holes),
             together=queries == 1 and cache.policy.static and cache.policy.shares == "head",

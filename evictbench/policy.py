@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evictbench.foresight import DenseRun
     from evictbench.taps import Tap
 
-Signal = Literal["last_query_probs", "window_probs", "mass"]
+Signal = Literal["last_query_probs", "window_probs", "mass", "recent_probs"]
 Shares = Literal["head", "layer", "model"]
 PrefillMode = Literal["dense", "bounded"]
 Phase = Literal["prompt", "decode"]
@@ -59,16 +59,21 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class SlotTensor:
-    """A tensor that travels with the entries: `[rows, kv_heads, slots]`, or `[.., slots, width]` where width > 0."""
+    """A tensor that travels with the entries: `[rows, kv_heads, slots]`, or `[.., slots, width]` where width > 0.
+
+    while_dense: held only as long as a prompt is held whole, and freed at its end (`slot_state` only).
+    """
 
     dtype: torch.dtype
     width: int = 0
     fill: float = 0.0
+    while_dense: bool = False
 
 
 @dataclass(frozen=True)
 class MemoryTensor:
-    """State of a whole sequence in one layer, which does not travel with entries: `[rows, kv_heads, *size]`."""
+    """State of a whole sequence, which does not travel with entries: `[rows, kv_heads, *size]` in one layer, or
+    `[rows, sets, *size]` beside one placement."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -118,11 +123,15 @@ class Signals:
     mass: `[rows, kv_heads, group, slots]`, column sums of the causal softmax over this pass's queries.
     window_probs: call it for `[rows, kv_heads, group, window, slots]`, the softmax rows of the last `window`
     queries of each sequence (earlier passes included) over the entries held now; zero for queries not yet seen.
+    recent_probs: call it with n for `[rows, kv_heads, group, n, slots]`, the softmax rows of the last n queries of this
+    pass, each over what it saw; with (n, before), of the n queries in front of the last `before`, so that many need not
+    be held at once. Zero for padding, and where the pass has fewer queries. Sinks lie where they were cached.
     """
 
     last_query_probs: Tensor | None = None
     mass: Tensor | None = None
     window_probs: Callable[[], Tensor] | None = None
+    recent_probs: Callable[..., Tensor] | None = None
 
 
 @dataclass
@@ -133,10 +142,14 @@ class Step:
     `sets` is kv_heads, or 1 where the kept set is shared.
     state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
     memory: the policy's sequence tensors, views `[rows, kv_heads, ...]`, likewise. entered: this pass's entries.
-    place: write a slot tensor of those, `place(name, [rows, kv_heads, new])`.
+    place: write a slot tensor of those, `place(name, [rows, kv_heads, new])`, or a shared one, `[rows, sets, new]`.
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
     them (state that the policy charges already taken off); steady: they are all the same for a row.
+    shared: the policy's shared tensors, views `[rows, sets, slots, ...]` to read and to update in place; where `shares`
+    is "model" those of the whole model, on the first layer's device. carried: what the policy hands on from layer to
+    layer within this pass, empty at the first; it is not counted in bytes.
+    dense: the prompt is held whole, and this pass is a part of it. cuts: something is evicted after this pass.
     """
 
     layer: int
@@ -152,6 +165,10 @@ class Step:
     budgets: Tensor
     steady: bool
     signals: Signals = field(default_factory=Signals)
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    carried: dict[str, Any] = field(default_factory=dict)
+    dense: bool = False
+    cuts: bool = False
 
 
 def reduce_group(probs: Tensor, how: GroupReduction) -> Tensor:
@@ -184,6 +201,8 @@ class Policy:
     rotary: it turns keys back to before their rotation, and needs the model's rotary frequencies.
     foresees: it needs a label of every entry from a dense run over the same text.
     ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
+    share_of: what a budget in percent is a share of: the tokens "seen" (the prompt's, where those are more), or the
+    entries in the "cache" after the pass, which earlier cuts have made fewer.
     stated_length: tokens of text that a budget is meant for, where the suite states it; else each prompt's own.
     learned: it needs trained weights, which `use` takes (`fit` may find that a model brings its own);
     transferable: their shapes do not depend on the model.
@@ -196,6 +215,7 @@ class Policy:
     needs_budget: ClassVar[bool] = True
     signals: ClassVar[frozenset[Signal]] = frozenset()
     shares: Shares = "head"
+    share_of: Literal["seen", "cache"] = "seen"
     prefill: ClassVar[PrefillMode] = "dense"
     static: ClassVar[bool] = False
     rotary: ClassVar[bool] = False
@@ -246,6 +266,11 @@ class Policy:
 
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
         """The tensors that travel with the entries, by name."""
+        return {}
+
+    def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor | MemoryTensor]:
+        """State held once for all that share a kept set, by name: `[rows, sets, slots(, width)]` that travels with the
+        entries, or `[rows, sets, *size]` that does not; `sets` is kv_heads where each head has its own, else 1."""
         return {}
 
     @property

@@ -7,7 +7,6 @@ from typing import Any
 from evictbench.cache import GROWTH_BLOCK, EvictionCache
 from evictbench.paged import PagedCache
 from evictbench.passes import Occupancy
-from evictbench.placement import EMPTY
 
 
 def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
@@ -21,6 +20,7 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
     if rows is None or row >= rows:
         raise RuntimeError(f"All {rows} rows of this cache are taken.")
     prompt.straighten()
+    cache.prompt_done = True
     held, fixed = prompt.held[0], cache.budget is not None and cache.budget.tokens is not None
     if not (cache.layers[0].buffers and cache.layers[0].capacity > held):
         entries = prompt.entries(0, prompt.seen[0] + 1) if fixed and cache.policy.guarded else 0
@@ -34,8 +34,7 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
             target.resize(rows, placement.capacity, source.buffers["keys"])
         target.copy_row(source, 0, row, held)
     for source_placement, placement in zip(prompt.placements, cache.placements, strict=True):
-        placement.positions[row] = EMPTY
-        placement.positions[row, :, :held] = source_placement.positions[0, :, :held]
+        placement.copy_row(source_placement, 0, row, held)
         placement.free[row] = held
     if cache.shift is not None:
         cache.shift.drop_row(row)
@@ -46,7 +45,6 @@ def admit(cache: EvictionCache, prompt: EvictionCache) -> int:
     cache.occupancy.append(Occupancy())
     known = prompt.known[0]
     cache.known.append(known if known is not None and known[0].shape[1] > prompt.seen[0] else None)
-    cache.prompt_done = True
     return row
 
 
@@ -60,8 +58,7 @@ def release(cache: EvictionCache, row: int) -> None:
         for layer in cache.layers:
             layer.copy_row(layer, last, row, layer.capacity)
         for placement in cache.placements:
-            placement.positions[row] = placement.positions[last]
-            placement.free[row] = placement.free[last]
+            placement.copy_row(placement, last, row, placement.capacity)
         if cache.shift is not None:
             cache.shift.move_row(last, row)
     lists: tuple[list[Any], ...] = (cache.seen, cache.held, cache.prompts, cache.holes, cache.occupancy, cache.known)

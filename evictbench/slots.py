@@ -59,6 +59,8 @@ class SlotLayer(CacheLayerMixin):
             "values": ((shape.head_dim,), like.dtype, 0.0),
         }
         for name, tensor in self.cache.slot_tensors.items():
+            if tensor.while_dense and not self.cache.reads_dense:
+                continue
             wanted[name] = ((tensor.width,) if tensor.width else (), tensor.dtype, tensor.fill)
         for name, (tail, dtype, fill) in wanted.items():
             new = torch.full((rows, shape.kv_heads, capacity, *tail), fill, dtype=dtype, device=like.device)
@@ -86,7 +88,8 @@ class SlotLayer(CacheLayerMixin):
         if self.cache.slot_tensors:
             entered = self.cache.policy.enter(entering)
             for name, tensor in self.cache.slot_tensors.items():
-                step.put(self.buffers[name], entered.get(name, tensor.fill), free)
+                if name in self.buffers:
+                    step.put(self.buffers[name], entered.get(name, tensor.fill), free)
 
     def remember_queries(self, queries: Tensor, window: int) -> None:
         """Keep the last `window` queries of each row, newest last; queries `[rows, heads, queries, head_dim]`."""
@@ -101,9 +104,12 @@ class SlotLayer(CacheLayerMixin):
         else:
             ring.copy_(queries[:, :, new - window :])
 
-    def forget_queries(self) -> None:
-        """Free the ring."""
-        if self.ring is not None:
+    def forget_prompt(self) -> None:
+        """Free what only a prompt needs: slot tensors held `while_dense`, and the ring where decode asks for none."""
+        for name, tensor in self.cache.slot_tensors.items():
+            if tensor.while_dense and name in self.buffers:
+                self.cache.count_bytes(-self.buffers.pop(name).untyped_storage().nbytes())
+        if self.ring is not None and not self.cache.policy.guarded:
             self.cache.count_bytes(-self.ring.untyped_storage().nbytes())
             self.ring = None
 
