@@ -52,7 +52,8 @@ def attend_chunk(
 def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
     """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
 
-    positions: `[owners]` int32, the token's position, for the owners of these rows.
+    positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", that is
+    added to the logits and says also what is seen: -inf where nothing is.
     """
     attend = _by_flex_attention if query.device.type == "cuda" else by_page
     return attend(pool, query, positions, scaling)
@@ -68,8 +69,11 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) ->
     own = (query * scaling).reshape(positions.shape[0], -1, head_dim)
     wide = torch.promote_types(query.dtype, torch.float32)
     logits = torch.bmm(own[owner], pool.buffers["keys"].transpose(1, 2)).to(wide)
-    hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
-    logits.masked_fill_(hidden[:, None], -torch.inf)
+    if (bias := pool.buffers.get("bias")) is not None:
+        logits += bias[:, None]
+    else:
+        hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
+        logits.masked_fill_(hidden[:, None], -torch.inf)
     largest = logits.new_full(own.shape[:2], -torch.inf)
     largest.scatter_reduce_(0, owner[:, None].expand(-1, own.shape[1]), logits.amax(-1), "amax")
     weights = logits.sub_(largest[owner][:, :, None]).exp_()

@@ -30,9 +30,14 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float,
     owners, head_dim = positions.shape[0], query.shape[-1]
     count, table = pool.tables_on_device(owners)
     owner, deadlines = pool.owner, pool.buffers["deadlines"].view(-1)
+    bias = pool.buffers["bias"].view(-1) if "bias" in pool.buffers else None
 
     def seen(own: Tensor, head: Tensor, index: Tensor, slot: Tensor) -> Tensor:
         return (owner[slot // PAGE] == own) & (deadlines[slot] > positions[own])
+
+    def weighed(logit: Tensor, own: Tensor, head: Tensor, index: Tensor, slot: Tensor) -> Tensor:
+        assert bias is not None
+        return logit + bias[slot]
 
     mask = BlockMask.from_kv_blocks(
         count[:, None, None],
@@ -46,6 +51,7 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float,
         query.reshape(owners, -1, 1, head_dim),
         pool.buffers["keys"].view(1, 1, -1, head_dim),
         pool.buffers["values"].view(1, 1, -1, head_dim),
+        score_mod=None if bias is None else weighed,
         block_mask=mask,
         scale=scaling,
         enable_gqa=True,

@@ -8,9 +8,15 @@ the front, so that no more than the last page of each is partly empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from evictbench.paged_settle import settle
+
+if TYPE_CHECKING:
+    from evictbench.policy import SlotTensor
 
 PAGE = 16
 """Entries of a page."""
@@ -30,13 +36,21 @@ class PagePool:
 
     buffers: "keys" and "values" `[pages, 16, head_dim]`, as cached; "positions" `[pages, 16]` int32, EMPTY where
     nothing lies; "deadlines" likewise, the first query position that may no longer see the entry, 0 where nothing
-    lies. owner: `[pages]` int64, 0 for a page that nobody has.
+    lies; and `more` of them, filled where nothing lies. owner: `[pages]` int64, 0 for a page that nobody has.
     length: `[owners]` int64, slots that are filled; newest: the slot of the entry written last; reusable: a slot whose
     entry no later query sees, -1 where there is none; visible: the entries that the next query sees, without its own.
-    tables: each owner's pages, in order.
+    beside: more of each owner, `[owners, ...]`. tables: each owner's pages, in order. changes: how often pages have
+    changed hands.
     """
 
-    def __init__(self, owners: int, like: Tensor, count_bytes: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        owners: int,
+        like: Tensor,
+        count_bytes: Callable[[int], None],
+        more: Mapping[str, SlotTensor] | None = None,
+        beside: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._count_bytes = count_bytes
         device, head_dim = like.device, like.shape[-1]
         self.buffers: dict[str, Tensor] = {
@@ -45,6 +59,12 @@ class PagePool:
             "positions": torch.empty((0, PAGE), dtype=torch.int32, device=device),
             "deadlines": torch.empty((0, PAGE), dtype=torch.int32, device=device),
         }
+        self._fills: dict[str, float] = {"positions": EMPTY, "deadlines": 0}
+        for name, tensor in (more or {}).items():
+            tail = (tensor.width,) if tensor.width else ()
+            self.buffers[name] = torch.empty((0, PAGE, *tail), dtype=tensor.dtype, device=device)
+            self._fills[name] = tensor.fill
+        self.beside = {name: tensor.to(device).clone() for name, tensor in (beside or {}).items()}
         self.owner = torch.zeros(0, dtype=torch.int64, device=device)
         self.length, self.newest, self.visible, self.tail = (
             torch.zeros(owners, dtype=torch.int64, device=device) for _ in range(4)
@@ -52,7 +72,9 @@ class PagePool:
         self.reusable = torch.full_like(self.length, -1)
         self.tables: list[list[int]] = [[] for _ in range(owners)]
         self.spare: list[int] = []
+        self.changes = 0
         self._on_device: tuple[Tensor, Tensor] | None = None
+        self._front: tuple[int, Tensor] | None = None
         count_bytes(self.nbytes())
 
     @property
@@ -77,7 +99,7 @@ class PagePool:
 
     def _by_owner(self) -> dict[str, Tensor]:
         names = ("length", "newest", "visible", "tail", "reusable")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, **self.beside}
 
     # Pages.
 
@@ -86,6 +108,7 @@ class PagePool:
         total = sum(wanted.values())
         if total == 0:
             return
+        self.changes += 1
         if total > len(self.spare):
             needed = self.pages - len(self.spare) + total
             self._resize(max(needed, int(needed * (1 + SPARE * 0.8))))
@@ -117,8 +140,8 @@ class PagePool:
             del self.tables[owner][count:]
         if freed:
             index = torch.tensor(freed, device=self.device)
-            self.buffers["positions"][index] = EMPTY
-            self.buffers["deadlines"][index] = 0
+            for name, fill in self._fills.items():
+                self.buffers[name][index] = fill
             self.owner[index] = 0
             self.spare += freed
             self._set_tails(kept)
@@ -151,7 +174,7 @@ class PagePool:
     def _resize(self, pages: int) -> None:
         old = self.pages
         for name, buffer in self.buffers.items():
-            new = buffer.new_full((pages, *buffer.shape[1:]), EMPTY if name == "positions" else 0)
+            new = buffer.new_full((pages, *buffer.shape[1:]), self._fills.get(name, 0))
             new[:old] = buffer
             self._replace(name, new)
         owner = self.owner.new_zeros(pages)
@@ -167,7 +190,8 @@ class PagePool:
 
     def _set_tails(self, owners: Iterable[int]) -> None:
         """Tell the device which page is each owner's last; called whenever pages change hands."""
-        self._on_device = None
+        self.changes += 1
+        self._on_device = self._front = None
         having = [owner for owner in owners if self.tables[owner]]
         if having:
             last = torch.tensor([self.tables[owner][-1] for owner in having], device=self.device)
@@ -195,6 +219,21 @@ class PagePool:
     def entries(self, owner: int, name: str) -> Tensor:
         """A copy of what an owner's slots hold in one buffer, in order: `[slots, ...]`, the last page whole."""
         return self.buffers[name][self.table(owner)].flatten(0, 1)
+
+    def front(self, slots: int) -> Tensor:
+        """The first slots of each owner, `[owners, slots]` int64; 0 where it has none. Kept until pages change hands."""
+        if self._front is None or self._front[0] != slots:
+            pages = -(-slots // PAGE)
+            tables = [(table[:pages] + [0] * pages)[:pages] for table in self.tables]
+            first = torch.tensor(tables, device=self.device)[:, :, None] * PAGE
+            found = (first + torch.arange(PAGE, device=self.device)).flatten(1)[:, :slots].contiguous()
+            self._front = slots, found
+        return self._front[1]
+
+    def clear(self, slots: Tensor) -> None:
+        """Leave nothing in these slots, as far as can be seen."""
+        for name, fill in self._fills.items():
+            self.buffers[name].flatten(0, 1)[slots] = fill
 
     def wants_page(self, owners: int) -> Tensor:
         """`[owners]` bool: whose next entry has no slot to go to."""
@@ -229,43 +268,14 @@ class PagePool:
         entries: those of the owners from `first` on, one for each item of dimension 0, `[heads, new, ...]` in every
         buffer. The last of them must be seen.
         """
-        heads = range(first, first + entries["deadlines"].shape[0])
-        stays = [self.entries(owner, "deadlines") > following for owner in heads]
-        enters = entries["deadlines"] > following
-        lengths = (torch.stack([stay.sum() for stay in stays]) + enters.sum(-1)).tolist()
-        moves: list[tuple[Tensor, dict[str, Tensor]]] = []
-        for head, (owner, stay, length) in enumerate(zip(heads, stays, lengths, strict=True)):
-            late = stay[length:].nonzero()[:, 0] + length
-            coming = enters[head].nonzero()[:, 0]
-            filled = torch.zeros(length, dtype=torch.bool, device=self.device)
-            filled[: stay.shape[0]] = stay[:length]
-            table = self.table(owner)
-            late = table[late // PAGE] * PAGE + late % PAGE
-            moved = {
-                name: torch.cat((self.buffers[name].flatten(0, 1)[late], new[head, coming]))
-                for name, new in entries.items()
-            }
-            moves.append(((~filled).nonzero()[:, 0], moved))
-        sizes = {owner: -(-length // PAGE) for owner, length in zip(heads, lengths, strict=True)}
-        self.give_back({owner: size for owner, size in sizes.items() if size < len(self.tables[owner])})
-        self.take({owner: size - len(self.tables[owner]) for owner, size in sizes.items()})
-        for owner, length, (places, moved) in zip(heads, lengths, moves, strict=True):
-            slots = (self.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
-            for name, values in moved.items():
-                self.buffers[name].flatten(0, 1)[slots[places]] = values
-            self.buffers["positions"].view(-1)[slots[length:]] = EMPTY
-            self.buffers["deadlines"].view(-1)[slots[length:]] = 0
-            self.newest[owner] = slots[places[-1]]
-        span = slice(heads.start, heads.stop)
-        self.length[span] = torch.tensor(lengths, device=self.device)
-        self.visible[span] = self.length[span]
-        self.reusable[span] = -1
+        settle(self, first, entries, following)
 
     # Rows.
 
     def copy_from(self, other: PagePool, first: int) -> None:
         """Give the owners from `first` on, who have nothing yet, what the owners of another pool have."""
         self.take({first + owner: len(table) for owner, table in enumerate(other.tables)})
+        self._front = None
         renumbered = torch.zeros(other.pages, dtype=torch.int64, device=self.device)
         for owner, table in enumerate(other.tables):
             theirs, mine = torch.tensor(table), torch.tensor(self.tables[first + owner])
@@ -273,9 +283,10 @@ class PagePool:
             for name, buffer in self.buffers.items():
                 buffer[mine.to(self.device)] = other.buffers[name][theirs.to(other.device)].to(self.device)
         span = slice(first, first + len(other.tables))
+        others = other._by_owner()
         for name, mine in self._by_owner().items():
             if name != "tail":
-                theirs = getattr(other, name).to(self.device)
+                theirs = others[name].to(self.device)
                 if name in ("newest", "reusable"):
                     theirs = torch.where(theirs < 0, -1, _moved(theirs.clamp(min=0), renumbered))
                 mine[span] = theirs
