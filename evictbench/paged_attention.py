@@ -52,8 +52,8 @@ def attend_chunk(
 def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
     """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
 
-    positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", that is
-    added to the logits and says also what is seen: -inf where nothing is.
+    positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", it is
+    added to the logits, and says also what is seen: -inf where nothing is.
     """
     attend = _by_flex_attention if query.device.type == "cuda" else by_page
     return attend(pool, query, positions, scaling)

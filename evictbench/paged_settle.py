@@ -32,7 +32,7 @@ def settle(pool: PagePool, first: int, entries: Mapping[str, Tensor], following:
             for name, new in entries.items()
         }
         moves.append(((~filled).nonzero()[:, 0], moved))
-    sizes = {owner: -(-length // PAGE) for owner, length in zip(heads, lengths, strict=True)}
+    sizes = {owner: -(-length // page) for owner, length in zip(heads, lengths, strict=True)}
     pool.give_back({owner: size for owner, size in sizes.items() if size < len(pool.tables[owner])})
     pool.take({owner: size - len(pool.tables[owner]) for owner, size in sizes.items()})
     for owner, length, (places, moved) in zip(heads, lengths, moves, strict=True):

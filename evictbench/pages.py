@@ -221,7 +221,7 @@ class PagePool:
         return self.buffers[name][self.table(owner)].flatten(0, 1)
 
     def front(self, slots: int) -> Tensor:
-        """The first slots of each owner, `[owners, slots]` int64; 0 where it has none. Kept until pages change hands."""
+        """The first slots of each owner, `[owners, slots]` int64; 0 where it has none. Kept until pages are moved."""
         if self._front is None or self._front[0] != slots:
             pages = -(-slots // PAGE)
             tables = [(table[:pages] + [0] * pages)[:pages] for table in self.tables]
