@@ -94,7 +94,7 @@ def probabilities(query: Tensor, keys: Tensor, bias: Tensor | None, scaling: flo
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    part = (query * scaling).view(rows, kv_heads, -1, head_dim)
+    part = (query * scaling).reshape(rows, kv_heads, -1, head_dim)
     logits = (part @ keys.transpose(-1, -2)).view(rows, kv_heads, heads // kv_heads, queries, slots)
     if bias is not None:
         logits = logits + bias[:, :, None]
