@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evictbench import environment, models
+from evictbench import environment
 from evictbench.choices import Choice, ChoiceScorer, ScoredChoice
 from evictbench.generation import Completion
 from evictbench.lm_prompts import grade
@@ -71,13 +71,6 @@ class ChoiceGenerator:
         assert isinstance(key, tuple)
         doc: Mapping[str, Any] = self._documents[key[0]][key[1]]
         return doc
-
-
-def load(plan: Plan) -> ChoiceGenerator:
-    """Load the weights of a plan."""
-    settings = plan.settings
-    model = models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
-    return ChoiceGenerator(plan, model)
 
 
 def _chosen(key: Hashable, doc: Mapping[str, Any], scored: Sequence[ScoredChoice]) -> Chosen:

@@ -11,7 +11,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -96,10 +96,10 @@ def suite_for(name: str) -> Suite:
     )
 
 
-def _choice_generator(plan: Any) -> Any:
-    from evictbench.lm_choices import load
+def _choice_generator(plan: Any, load: Callable[[Any], Any]) -> Any:
+    from evictbench.lm_choices import ChoiceGenerator
 
-    return load(plan)
+    return ChoiceGenerator(plan, load(plan))
 
 
 def _find(name: str) -> tuple[TaskManager, tuple[str, ...]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evictbench import devices, models, records, tasks, thinking, weights
 from evictbench.errors import UserError
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from evictbench.policy import Policy
     from evictbench.protocol import Differences
     from evictbench.suite import PreparedSuite
+
+
+Made = TypeVar("Made")
+
+Kept = dict[Hashable, Any]
+"""What plans of one process have in common, made once: configs, tokenizers, prompts."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +79,23 @@ class Plan:
         return counts
 
 
-def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None) -> Plan:
+def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None, kept: Kept | None = None) -> Plan:
     """Check everything and make the prompts; UserError says what cannot be. `phase` hears what takes a while.
 
+    kept: what earlier plans have left there is taken, and what this one makes is added: cells that differ in policy
+    and budget alone read the same prompts.
     In this order: names, numbers, budget, folders; the model's tokenizer and config; the suite's data; its prompts.
     """
+    kept = {} if kept is None else kept
     checked = check(settings)
     source = models.resolve(settings.model)
     model = Path(source.name).expanduser().resolve().name if source.kind == "local" else source.name
 
     phase("reading the model's config and tokenizer")
     devices.check_device(settings.device)
-    config = models.load_config(source, settings.trust_remote_code)
-    tokenizer = models.load_tokenizer(source, settings.trust_remote_code)
+    code = settings.trust_remote_code
+    config = _once(kept, ("config", source, code), lambda: models.load_config(source, code))
+    tokenizer = _once(kept, ("tokenizer", source, code), lambda: models.load_tokenizer(source, code))
     chat, own_chat = _chat(settings, checked, tokenizer, model)
     thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     policy = checked.chosen.policy(checked.chosen.config)
@@ -103,10 +113,15 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
     models.check_supported(config)
 
     phase("making the prompts")
-    prepared = _prepare(settings, checked, tokenizer, chat, window)
-    loaded = tasks.load_tasks(checked.suite, prepared)
-    prompts = Prompts(settings, checked, tokenizer, chat, thoughts, window, model)
-    prompts.make(loaded)
+
+    def make_prompts() -> tuple[PreparedSuite, dict[str, ConfigurableTask], Prompts]:
+        prepared = _prepare(settings, checked, tokenizer, chat, window)
+        loaded = tasks.load_tasks(checked.suite, prepared)
+        prompts = Prompts(settings, checked, tokenizer, chat, thoughts, window, model)
+        prompts.make(loaded)
+        return prepared, loaded, prompts
+
+    prepared, loaded, prompts = _once(kept, ("prompts", _texts_of(settings)), make_prompts)
     if checked.budget is not None:
         shortest = min(planned.compressible for planned in prompts.planned)
         _check_least(checked, checked.budget.at(shortest, shortest), least, model)
@@ -160,6 +175,31 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         differs=differs,
         cut=prompts.cut,
         overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
+    )
+
+
+def _once(kept: Kept, key: Hashable, make: Callable[[], Made]) -> Made:
+    if key not in kept:
+        kept[key] = make()
+    made: Made = kept[key]
+    return made
+
+
+def _texts_of(settings: Settings) -> Settings:
+    """The settings without those that no prompt depends on."""
+    return replace(
+        settings,
+        policy="",
+        budget=None,
+        weights=None,
+        prefill="native",
+        chunk=1,
+        batch_size=1,
+        device="",
+        dtype="",
+        repeats=None,
+        at=None,
+        out=Path(),
     )
 
 

@@ -17,6 +17,8 @@ from evictbench.summary import repeats_itself, summarise
 from evictbench.thinking import Answer, answer_of
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from evictbench.generation import Completion, Request
 
 PROMPT_IDS_KEPT = 65_536
@@ -89,7 +91,7 @@ def run_plan(
         interrupted = False
         try:
             if todo:
-                _generate(plan, folder, todo, watch, make_generator or _maker(plan))
+                _generate(plan, folder, todo, watch, make_generator or load_generator)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -98,13 +100,23 @@ def run_plan(
     return Outcome(plan, summary, interrupted)
 
 
-def load_generator(plan: Plan) -> tuple[TextGenerator, str]:
-    """Load the weights and make the engine's generator of them."""
+def load_model(plan: Plan) -> PreTrainedModel:
+    """Load the weights of a plan's model."""
+    settings = plan.settings
+    return models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+
+
+def load_generator(plan: Plan, load: Callable[[Plan], PreTrainedModel] = load_model) -> tuple[TextGenerator, str]:
+    """Load the weights, or ask `load` for the model, and make a generator of it: the engine's, or that of a suite
+    that does not generate text."""
     from evictbench import generation
 
-    settings = plan.settings
-    model = models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
-    generator = generation.Generator(
+    settings, own = plan.settings, plan.checked.suite.generator
+    if own is not None:
+        generator = own(plan, load)
+        return generator, str(getattr(generator, "device", settings.device))
+    model = load(plan)
+    engine = generation.Generator(
         model,
         plan.tokenizer,
         plan.policy,
@@ -114,20 +126,7 @@ def load_generator(plan: Plan) -> tuple[TextGenerator, str]:
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    return generator, environment.device_of(model)
-
-
-def _maker(plan: Plan) -> MakeGenerator:
-    """A suite that does not generate text brings its own generator."""
-    own = plan.checked.suite.generator
-    if own is None:
-        return load_generator
-
-    def make(plan: Plan) -> tuple[TextGenerator, str]:
-        generator = own(plan)
-        return generator, str(getattr(generator, "device", plan.settings.device))
-
-    return make
+    return engine, environment.device_of(model)
 
 
 def _generate(

@@ -95,8 +95,8 @@ class Suite:
     None for tasks without a question, which are always seen.
     protocols: named presets; "default" is what runs without --protocol. Where there are none, the default is greedy,
     once, over `tasks`.
-    generator: makes of a plan what answers its requests in place of generated text, with `run(requests)` and
-    completions that carry a `score` and `metrics` of their own; None for tasks that generate.
+    generator: makes of a plan, and of what loads its model, what answers its requests in place of generated text, with
+    `run(requests)` and completions that carry a `score` and `metrics` of their own; None for tasks that generate.
     stated_length: tokens that a budget in entries is a share of, for policies that take shares: where answers are much
     longer than prompts; None for the context that the run asks for, or else each prompt.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
@@ -112,5 +112,5 @@ class Suite:
     default_limit: int | None
     prepare: Callable[[SuiteRequest], PreparedSuite]
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
-    generator: Callable[[Plan], Any] | None = None
+    generator: Callable[[Plan, Callable[[Plan], Any]], Any] | None = None
     stated_length: int | None = None

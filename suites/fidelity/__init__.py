@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ def _prepare(request: SuiteRequest) -> PreparedSuite:
     return prepare(request)
 
 
-def _generator(plan: Any) -> Any:
-    from .generator import load
+def _generator(plan: Any, load: Callable[[Any], Any]) -> Any:
+    from .generator import Forced
 
-    return load(plan)
+    return Forced(plan, load(plan))
 
 
 SUITE = Suite(

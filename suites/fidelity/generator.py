@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from evictbench import environment, models
+from evictbench import environment
 from evictbench.fidelity import Comparison, Measured, Text
 
 if TYPE_CHECKING:
@@ -40,9 +40,3 @@ class Forced:
         task, doc_id = request.key[:2]
         continuation = self._documents[task][doc_id]["continuation_ids"][: request.max_new_tokens]
         return Text(request.key, request.prompt, tuple(continuation), request.border)
-
-
-def load(plan: Plan) -> Forced:
-    """Load the weights of a plan."""
-    settings = plan.settings
-    return Forced(plan, models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code))

@@ -378,7 +378,7 @@ def test_a_suite_may_bring_a_generator_that_grades_for_itself(settings, monkeypa
             return Measured(**known, score=0.5 + request.key[1] / 8, metrics={"kl": 2.0 + request.key[1]})
 
     toy = registry.load_suite("toy")
-    suite = dataclasses.replace(toy, generator=lambda plan: Measurer(plan.tokenizer))
+    suite = dataclasses.replace(toy, generator=lambda plan, load: Measurer(plan.tokenizer))
     monkeypatch.setattr(registry, "load_suite", lambda name: suite)
     monkeypatch.setattr(tasks, "score", None)
     outcome = run(settings, Watch())
