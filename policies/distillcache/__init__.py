@@ -1,0 +1,208 @@
+"""DistillCache: a small network, trained by reinforcement, chooses one kept set for the whole model at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from evictbench.errors import UserError
+from evictbench.policy import MemoryTensor, ModelShape, Policy, SlotTensor, Step
+
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from evictbench.learner import Learner, Training
+    from evictbench.weights import Weights
+
+    from .network import Ranker
+
+__all__ = ["DistillCache"]
+
+WAITING = 2**24
+"""Probabilities of one query, of several layers, that wait to be looked at together in decode."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """length: what a budget in percent is a share of, the tokens "seen" or the entries of the "cache", as algorithm 1
+    has it when read to the letter."""
+
+    length: Literal["seen", "cache"] = "seen"
+
+    def __post_init__(self) -> None:
+        if self.length not in ("seen", "cache"):
+            raise UserError(f"distillcache: length is seen or cache, not {self.length!r}.")
+
+
+class DistillCache(Policy):
+    """Althoubi, "DistillCache", arXiv 2608.08878, algorithm 1: after every forward pass, prompt and decode alike, each
+    entry is scored from five numbers and the best stay, the same ones in every layer and head. Nothing is protected.
+
+    What the paper leaves open is read like this:
+    - alpha, "average attention mass received across all heads and layers during the most recent forward pass": the
+      mean over layers, query heads and the queries of that pass (those before an entry give it 0). The first pass is
+      the whole prompt, in however many chunks it is read; under `bounded` each chunk is a pass.
+    - norm, of an entry's value vector: the mean of its length over layers and KV heads.
+    - sigma, "variance of the attention mass across heads": the population variance over all (layer, query head) pairs
+      of each one's mean over the pass's queries.
+    - entropy, `Σ_q a_q(i) H(a_q) / Σ_q a_q(i)` over the last 64 queries of the text, of this pass or of earlier ones: H
+      is the mean over layers and query heads of the entropies (nats) of their own rows over the keys that they saw, and
+      a_q(i) the mean of those rows. The rows of earlier queries stay as they were when entries are evicted.
+    - place: 0 for the first of the entries held and 1 for the last, by position.
+    - B: `max(⌊r·L⌋, 32)` with L the tokens seen, because algorithm 1's |C|, the cache that is already pruned, shrinks
+      by r at every step until it holds 32; length=cache is that reading. As everywhere, B counts the next query's own
+      entry, so that B - 1 are kept. A budget in entries is B itself.
+    - the network: see `network.Ranker`. Keys keep their positions; grouped queries count each for itself.
+
+    Greedy at inference; of equal scores the earlier position is kept. The five numbers do not depend on the model's
+    sizes, so that trained weights serve other models too (`transferred from`), as in the paper.
+
+    The ring of 64 attention rows is 64 float32 a slot, once for the model, and counts in bytes; so do, until the prompt
+    ends, one float32 a slot, layer and query head, where the prompt is read whole.
+    """
+
+    name = "distillcache"
+    summary = "learned: a network ranks entries by five numbers at every step, one kept set for the model"
+    paper = "arXiv 2608.08878"
+    Config = Settings
+    Recipe: ClassVar[type[Any]] = Recipe
+    signals = frozenset({"mass", "recent_probs"})
+    shares = "model"
+    prefill = "dense"
+    learned = True
+    transferable = True
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.share_of = self.config.length
+        self._ranker: Ranker | None = None
+        self._on: dict[torch.device, Ranker] = {}
+
+    def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
+        """Attention received by each query head while a prompt is read whole."""
+        import torch
+
+        return {"mass": SlotTensor(torch.float32, width=shape.group, while_dense=True)}
+
+    def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor | MemoryTensor]:
+        """norm; what each of the last 64 queries gave an entry; those queries' entropies."""
+        import torch
+
+        from .features import RECENT
+
+        return {
+            "norm": SlotTensor(torch.float32),
+            "attention": SlotTensor(torch.float32, width=RECENT),
+            "entropies": MemoryTensor(torch.float32, (RECENT,)),
+        }
+
+    def use(self, weights: Weights, shape: ModelShape) -> None:
+        """Take a ranker's tensors."""
+        from .network import Ranker
+
+        first = weights.tensors.get("layers.0.weight")
+        ranker = Ranker() if first is None else Ranker(width=first.shape[0])
+        own = {name: tensor.shape for name, tensor in ranker.state_dict().items()}
+        if {name: tensor.shape for name, tensor in weights.tensors.items()} != own:
+            raise UserError(f"The weights {weights.origin} are not a ranker of five numbers, as distillcache needs.")
+        ranker.load_state_dict({name: tensor.float() for name, tensor in weights.tensors.items()})
+        self.rank_by(ranker)
+
+    def rank_by(self, ranker: Ranker) -> None:
+        """Score with this network from now on; it is not trained here."""
+        self._ranker, self._on = ranker.eval().requires_grad_(False), {}
+
+    def learner(self, shape: ModelShape, training: Training) -> Learner:
+        """Its trainable side, the ranker."""
+        from .learner import DistillCacheLearner
+
+        return DistillCacheLearner(shape, training)
+
+    def observe(self, step: Step) -> None:
+        """Add a layer to the sums; after the last one, write what the queries gave into the ring."""
+        from . import features
+
+        mass, recent_probs = step.signals.mass, step.signals.recent_probs
+        assert mass is not None
+        assert recent_probs is not None
+        last = step.layer == step.shape.layers - 1
+        if step.query_positions.shape[1] == 1 and not step.dense:
+            # The layers of a decode step are looked at together: an operation costs more than what it works on.
+            waiting = step.carried.setdefault("waiting", [])
+            if waiting and waiting[0][0].device != mass.device:
+                self._look_at_waiting(step)
+            waiting.append((mass.flatten(1, 2), step.entered.values))
+            if last or (len(waiting) + 1) * mass.numel() > WAITING:
+                self._look_at_waiting(step)
+        else:
+            queries = (step.query_positions >= 0).sum(-1)
+            if step.dense:
+                received = step.state["mass"]
+                mass = received.add_(mass.transpose(2, 3)).transpose(2, 3).to(mass.dtype)
+                queries = step.query_positions.amax(-1) + 1
+            masses = (mass / queries.clamp(min=1)[:, None, None, None]).flatten(1, 2)
+            recent = min(features.RECENT, step.query_positions.shape[1])
+            self._add(step, features.of_chunk(masses, recent_probs, recent, step.entered.values))
+        if last:
+            self._remember(step)
+
+    def _look_at_waiting(self, step: Step) -> None:
+        import torch
+
+        from .features import of_one_query
+
+        probs, values = (torch.cat(tensors, dim=1) for tensors in zip(*step.carried["waiting"], strict=True))
+        self._add(step, of_one_query(probs, values))
+        step.carried["waiting"].clear()
+
+    def _add(self, step: Step, found: Any) -> None:
+        found = found.to(step.shared["norm"].device)
+        total = step.carried.get("totals")
+        step.carried["totals"] = found if total is None else total.plus(found)
+
+    def _remember(self, step: Step) -> None:
+        """All layers are in: the new entries' norm, and the last queries' rows and entropies."""
+        from .features import columns
+
+        totals, shape, shared = step.carried["totals"], step.shape, step.shared
+        heads = shape.layers * shape.heads
+        step.place("norm", (totals.norm / (shape.layers * shape.kv_heads))[:, None].to(shared["norm"].dtype))
+        ring = shared["attention"]
+        recent = totals.attention.shape[-1]
+        column = columns(step.query_positions.to(ring.device), recent)[:, None]
+        row = (totals.attention / heads)[:, None].to(ring.dtype)
+        ring.scatter_(3, column[:, :, None].expand(-1, 1, ring.shape[2], -1), row)
+        shared["entropies"].scatter_(2, column, (totals.entropy / heads)[:, None].to(ring.dtype))
+
+    def features(self, step: Step) -> Tensor:
+        """The five numbers of each entry after the last layer has been observed: `[rows, slots, 5]` float32."""
+        import torch
+
+        from .features import places, variance, weighted_entropy
+
+        totals, shared = step.carried["totals"], step.shared
+        heads = step.shape.layers * step.shape.heads
+        numbers = (
+            totals.mass / heads,
+            shared["norm"][:, 0],
+            variance(totals.mass, totals.squares, heads),
+            weighted_entropy(shared["attention"][:, 0], shared["entropies"][:, 0]),
+            places(step.positions[:, 0].to(totals.mass.device)),
+        )
+        return torch.stack([number.float() for number in numbers], dim=-1)
+
+    def score(self, step: Step) -> Tensor:
+        """The network's score of each entry, `[rows, 1, slots]`."""
+        if self._ranker is None:
+            raise UserError("distillcache needs trained weights (--weights), and has none.")
+        numbers = self.features(step)
+        if numbers.device not in self._on:
+            import copy
+
+            self._on[numbers.device] = copy.deepcopy(self._ranker).to(numbers.device)
+        score: Tensor = self._on[numbers.device](numbers)
+        return score[:, None].to(step.positions.device)

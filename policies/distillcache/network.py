@@ -1,0 +1,59 @@
+"""The ranker: a small network that scores an entry from its five numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 128
+
+_LEAST = (1e-8, 1e-6, 1e-14)
+"""Added to alpha, norm and sigma before their logarithms are taken; far below what a head's attention comes to."""
+
+
+class Ranker(nn.Module):
+    """Five numbers to a score: standardised, then 5 -> 128 -> 128 -> 1 with a LayerNorm and a ReLU after each of the
+    two layers of `width` units.
+
+    alpha, norm and sigma span orders of magnitude, and their logarithms are taken first. shift and scale are those of
+    the training's features (`measure`), so that a model with longer values or texts brings them to the same range.
+
+    The paper (arXiv 2608.08878, appendix D) has "a two-layer MLP with 128 hidden units, ReLU activations, and
+    LayerNorm", of about 200,000 parameters; these widths come to 17,921. Where its LayerNorm stands is open; over the
+    five numbers themselves it would take away how large they are together.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(5))
+        self.register_buffer("scale", torch.ones(5))
+        self.layers = nn.Sequential(
+            nn.Linear(5, width),
+            nn.LayerNorm(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.LayerNorm(width),
+            nn.ReLU(),
+            nn.Linear(width, 1),
+        )
+
+    @torch.no_grad()
+    def measure(self, features: Tensor) -> None:
+        """Take shift and scale from the features `[.., 5]` of some texts."""
+        prepared = prepare(features.to(self.shift)).reshape(-1, 5)
+        self.shift.copy_(prepared.mean(0))
+        self.scale.copy_(prepared.std(0, correction=0).clamp(min=1e-3))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores `[..]` of features `[.., 5]`; higher is kept."""
+        prepared = (prepare(features) - self.shift) / self.scale
+        scores: Tensor = self.layers(prepared.to(self.shift.dtype))
+        return scores[..., 0]
+
+
+def prepare(features: Tensor) -> Tensor:
+    """The logarithms of alpha, norm and sigma, and entropy and place as they are: `[.., 5]`."""
+    return torch.cat(((features[..., :3] + features.new_tensor(_LEAST)).log(), features[..., 3:]), dim=-1)
