@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Signal = Literal["last_query_probs", "window_probs", "mass", "recent_probs"]
 Shares = Literal["head", "layer", "model"]
-PrefillMode = Literal["dense", "bounded"]
+PrefillMode = Literal["dense", "bounded", "sparse"]
 Phase = Literal["prompt", "decode"]
 GroupReduction = Literal["mean", "max", "sum"]
 
@@ -115,6 +115,37 @@ class Arriving:
     read: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Rivals:
+    """What one layer holds of one row while its prompt is read, as a policy sees it whose entries are `contested`.
+
+    state: its slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the last
+    `new` are those of this pass, which begin at position `first`. places: of each head's pool.
+    """
+
+    state: Mapping[str, Tensor]
+    positions: Tensor
+    first: int
+    new: int
+    places: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """What is known where one layer's pool is divided among its heads, at the end of a row's prompt.
+
+    mass: `[kv_heads, slots]`, the softmax of the last query over all that is stored, mean over a head's group;
+    worth: likewise, of the entries to that query; competes: likewise, bool, those that are not kept anyway.
+    places: of an equal share.
+    """
+
+    layer: int
+    mass: Tensor
+    worth: Tensor
+    competes: Tensor
+    places: int
+
+
 @dataclass
 class Signals:
     """What the policy declared, for the forward pass that has just attended. Float32.
@@ -193,7 +224,8 @@ class Policy:
     shares: who shares one kept set: each KV head has its own, a layer's heads share one, or the whole model does; where
     a setting decides, set in `__init__`.
     prefill: the method's native prompt mode. "dense": the prompt is attended whole and cut once at its end;
-    "bounded": never more than the budget and one chunk is held.
+    "bounded": never more than the budget and one chunk is held; "sparse": all of it is held and cut once at its end, but
+    what a bounded prompt would have evicted is not seen (where entries are `contested`).
     static: the score of an entry never depends on queries or on attention. Then visibility inside a chunk is decided
     by deadlines, and any chunk size gives the token-at-a-time result.
     reindexed_sinks: the sinks are seen at their in-cache distance (StreamingLLM's position shift).
@@ -203,6 +235,9 @@ class Policy:
     ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
     share_of: what a budget in percent is a share of: the tokens "seen" (the prompt's, where those are more), or the
     entries in the "cache" after the pass, which earlier cuts have made fewer.
+    contested: (of a ragged policy) what has left the recent window competes for a fixed number of places of its head,
+    and the worst of them leaves as one more comes; its share of the budget is decided at the end of the prompt.
+    chunked: what it decides depends on how a prompt is cut into chunks, even where nothing is bounded.
     stated_length: tokens of text that a budget is meant for, where the suite states it; else each prompt's own.
     learned: it needs trained weights, which `use` takes (`fit` may find that a model brings its own);
     transferable: their shapes do not depend on the model.
@@ -221,6 +256,8 @@ class Policy:
     rotary: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
+    contested: ClassVar[bool] = False
+    chunked: bool = False
     learned: bool = False
     transferable: ClassVar[bool] = False
     stated_length: int | None = None
@@ -359,3 +396,42 @@ class Policy:
         the last of which the next query sees.
         """
         raise NotImplementedError(f"{type(self).__name__} is not ragged")
+
+    # Of a ragged policy whose entries are `contested`. Its `slot_state` travels with them; it is not asked for
+    # `expiry`, nor `allot`. Sinks, `recent(budget)` and a pool: the token that leaves the recent window joins the pool
+    # of its head, and if that is one too many, what is worth least to the query that comes next leaves for good.
+
+    def summaries(self, budget: int) -> int:
+        """How many entries of each head, at most, are means of what was evicted. Part of the budget, and fixed for a
+        row by the budget of its prompt."""
+        return 0
+
+    def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
+        """The slot tensors of new entries, `[rows, kv_heads, new(, width)]`."""
+        raise NotImplementedError(f"{type(self).__name__} judges nothing")
+
+    def worth(self, state: Mapping[str, Tensor], age: Tensor) -> Tensor:
+        """What entries are worth to a query `age` positions after them, shaped like age, floating. The least leaves;
+        of equals the later."""
+        raise NotImplementedError(f"{type(self).__name__} judges nothing")
+
+    def leaving(self, rivals: Rivals) -> Tensor:
+        """The first query position that may not see an entry, `pages.NEVER` if that comes after the query that follows
+        the pass: `[kv_heads, slots]` int32. One entry of each head's pool leaves for each that is too many."""
+        raise NotImplementedError(f"{type(self).__name__} judges nothing")
+
+    def divide(self, division: Division) -> Tensor:
+        """The places of each head's pool from the end of the prompt on: `[kv_heads]` int64, `places` on average."""
+        import torch
+
+        return torch.full(division.mass.shape[:1], division.places)
+
+    def summarise(self, keys: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """At most `count` means of entries `[entries, head_dim]`: keys and values `[means, head_dim]`, float32 or
+        wider, and how many entries each stands for, `[means]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no means")
+
+    def joins(self, keys: Tensor, counts: Tensor, room: Tensor, entering: Tensor) -> Tensor:
+        """Which mean an evicted entry joins, `[...]` int64. keys: `[..., means, head_dim]`; counts: `[..., means]`, 0
+        where there is none yet; room: `[...]`, how many there may be; entering: the entry's key, `[..., head_dim]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no means")
