@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from evictbench.imitation import before_head, distance
 from evictbench.student import Visible, attend_visible
 from evictbench.taps import tapped
 
 from . import gate
-from .learner import before_head, distance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,34 +12,26 @@ the teacher to the student unless `divergence="reverse"` (the authors' code: rev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from evictbench.errors import UserError
+from evictbench.imitation import KEPT_TOKENS, before_head, distance, recomputed
 from evictbench.learner import Batch, Learner, Losses, Training
 from evictbench.student import Visible, attend_visible
 from evictbench.taps import tapped
 
 from . import gate
-from .recipe import Divergence, Recipe
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from evictbench.policy import ModelShape
-
-_HEAD_TOKENS = 128
-"""Tokens whose logits exist at a time."""
-
-_KEPT_TOKENS = 2048
-"""Tokens of a batch up to which activations are kept; of more, each layer is computed again in the backward pass."""
 
 
 class DMSLearner(Learner):
@@ -131,7 +123,7 @@ class DMSLearner(Learner):
             soft, closed[layer] = self.decisions(layer, inputs[layer].to(query.device), seed)
             return attend_visible(query, key, value, self.softly(F.logsigmoid(-soft)), scaling)
 
-        with tapped(model, {"residual"}, take), recomputed(model, tokens.numel() > _KEPT_TOKENS):
+        with tapped(model, {"residual"}, take), recomputed(model, tokens.numel() > KEPT_TOKENS):
             student = before_head(model, tokens, dense_attention=attend)[:, first:]
         kl = distance(model, teacher, student, self.recipe.divergence)
         share = torch.stack([closed[layer].to(kl.device) for layer in sorted(closed)]).mean()
@@ -200,59 +192,3 @@ def noise(seed: int, layer: int, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1_009 + layer)
     uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
     return uniform.logit().to(device=like.device, dtype=like.dtype)
-
-
-@contextmanager
-def recomputed(model: PreTrainedModel, wanted: bool = True) -> Iterator[None]:
-    """Inside, the layers of a frozen model keep only their inputs for the backward pass, and compute the rest again.
-
-    The layers alone are told that they train, so that no dropout begins.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers: list[Any] = [layer for layer in model.modules() if wanted and isinstance(layer, GradientCheckpointingLayer)]
-    before = [(layer.gradient_checkpointing, layer.training) for layer in layers]
-    for layer in layers:
-        layer.gradient_checkpointing = layer.training = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    try:
-        yield
-    finally:
-        for layer, (was, trained) in zip(layers, before, strict=True):
-            layer.gradient_checkpointing, layer.training = was, trained
-
-
-def distance(model: PreTrainedModel, teacher: Tensor, student: Tensor, direction: Divergence) -> Tensor:
-    """Mean divergence of next-token distributions, nats a token, from what the output head reads `[rows, tokens,
-    hidden]`. "forward": sum of p (log p - log q) with p the teacher's. A scaling of logits behind the head is left out.
-
-    The gradient reaches `student` alone. It is taken piece by piece at once, so that logits are computed once and
-    never kept.
-    """
-    head: Any = model.get_output_embeddings()
-    count = teacher.shape[:2].numel()
-    total = student.new_zeros((), dtype=torch.float32)
-    pieces = zip(teacher.flatten(0, 1).split(_HEAD_TOKENS), student.flatten(0, 1).split(_HEAD_TOKENS), strict=True)
-    for known, states in pieces:
-        leaf = states.detach().requires_grad_(states.requires_grad)
-        p, q = _wide(head(known)).log_softmax(-1), _wide(head(leaf)).log_softmax(-1)
-        if direction == "reverse":
-            p, q = q, p
-        value = F.kl_div(q, p, log_target=True, reduction="sum") / count
-        total = total + value.detach().to(total.device)
-        if leaf.requires_grad and value.requires_grad:
-            (slope,) = torch.autograd.grad(value, leaf)
-            linear = (states * slope).sum()
-            total = total + (linear - linear.detach())  # nothing, with the divergence's slope in the states
-    return total
-
-
-def before_head(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
-    """What the output head reads of tokens `[rows, tokens]`: `[rows, tokens, hidden]`. options: for the model."""
-    backbone: Any = model.base_model
-    hidden: Tensor = backbone(input_ids=tokens.to(model.device), use_cache=False, **options).last_hidden_state
-    return hidden
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()

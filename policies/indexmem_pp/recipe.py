@@ -1,0 +1,33 @@
+"""What IndexMem++'s training can be told (`evictbench train --policy indexmem_pp --recipe beta=32,width=128`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from evictbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the scorer is trained.
+
+    beta: the mass that all entries beyond sinks and window share in training, in entries. width: of the scorer.
+    sinks: protected first positions; the protected recent ones are `--window`. centroids: no part of the training, but
+    how many the weights' card asks for. gate: "mass" (as published) or "plain", for comparison: every key weighted by
+    its score alone, where equal scores hide nothing and nothing forces a choice. divergence: of the student from the
+    dense model ("reverse", as published), or of the dense model from the student.
+    """
+
+    beta: float = 256.0
+    width: int = 256
+    sinks: int = 4
+    centroids: int = 64
+    gate: Literal["mass", "plain"] = "mass"
+    divergence: Literal["reverse", "forward"] = "reverse"
+
+    def __post_init__(self) -> None:
+        if self.beta < 1 or self.width < 1 or self.sinks < 0 or self.centroids < 0:
+            raise UserError(
+                "indexmem_pp trains with a beta and a width of at least 1, and with sinks and centroids of 0 or more."
+            )
