@@ -37,6 +37,7 @@ MLSTM = f"{SCORER} --steps 500 --recipe hidden=24,recent="
 READING, RETRIEVING = 0.75, 0.25
 """The share of a small cache that is kept for what is recent: reading on needs most of it, retrieving little."""
 GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-every 10"
+INDEXMEM = "--window 32 --steps 240 --lr 2e-3 --recipe beta=32,width=128,centroids=16 --save-every 10"
 
 RUNS = (
     Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{MLP}{READING}"),
@@ -44,6 +45,7 @@ RUNS = (
     Run("kvpop:label=mean", "scorers", "kvpop", "smollm2-mlstm-mean", f"{MLSTM}{READING}"),
     Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", f"{MLSTM}{RETRIEVING}"),
     Run("dms", "gates", "dms", "smollm2", GATE),
+    Run("indexmem_pp", "gates", "indexmem_pp", "smollm2", INDEXMEM),
 )
 
 COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype float16"
