@@ -1,0 +1,53 @@
+"""What DistillCache's training can be told (`evictbench train --policy distillcache --recipe method=supervised`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evictbench.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the ranker is trained. Budgets are shares: --budget, of a text of --length tokens, is the share of the tokens
+    seen that is kept; --window plays no part.
+
+    method: "reinforce", by the divergence that its choices cause; "supervised", by what the dense run attends to later.
+    start: a folder of weights to begin with; none: from fresh ones.
+    horizon: tokens that a text goes on for after its prompt, one decision each.
+
+    reinforce: samples, rows of one text that each draw their sets; sampler: "gumbel", as published, or "poisson", which
+    follows the law whose probability the gradient is of; gamma: the discount of rewards to come; entropy: the weight of
+    a choice's surprise; average: how slowly the moving average of returns forgets; normalise: advantages are divided by
+    their spread over a text's samples and steps, which is not in the paper.
+
+    supervised: target, "importance", the regression of the logarithm of later attention, or "set", the likelihood of
+    the teacher's best set under the law; cuts: of each text; every: steps between the decisions that are looked at.
+    """
+
+    method: Literal["reinforce", "supervised"] = "reinforce"
+    start: str | None = None
+    horizon: int = 32
+    samples: int = 8
+    sampler: Literal["gumbel", "poisson"] = "gumbel"
+    gamma: float = 0.99
+    entropy: float = 0.01
+    average: float = 0.99
+    normalise: bool = False
+    target: Literal["importance", "set"] = "importance"
+    cuts: int = 2
+    every: int = 8
+
+    def __post_init__(self) -> None:
+        least = {"horizon": 1, "samples": 1, "cuts": 1, "every": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise UserError(f"distillcache trains with {name} of {number} or more, not {getattr(self, name)}.")
+        if not 0 <= self.gamma <= 1 or not 0 <= self.average < 1 or self.entropy < 0:
+            raise UserError(
+                "distillcache trains with a gamma of 0 to 1, an average from 0 to below 1, and an entropy of 0 or more."
+            )
+        if self.start is not None and not Path(self.start).expanduser().is_dir():
+            raise UserError(f"There is no folder {self.start} to begin with (--recipe start=...).")
