@@ -113,6 +113,32 @@ def fill_by_mass(
     return places
 
 
+def by_common_mass(
+    masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floors: Sequence[int]
+) -> list[int]:
+    """The same as published: the mass that all retain is searched for, so that what it takes is `total` in the end."""
+
+    def taken(target: float) -> list[int]:
+        found = []
+        for head, stays, floor in zip(masses, pinned, floors, strict=True):
+            places, retained = 0, stays
+            while places < len(head) and (places < floor or retained < target):
+                retained += head[places]
+                places += 1
+            found.append(places)
+        return found
+
+    low, high = 0.0, 1.0 + 1e-9
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(taken(middle)) <= total else (low, middle)
+    places = taken(low)
+    while sum(places) < total:
+        marginal = [head[n] if n < len(head) else -1.0 for head, n in zip(masses, places, strict=True)]
+        places[marginal.index(max(marginal))] += 1
+    return places
+
+
 # Centroids.
 
 
