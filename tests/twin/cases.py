@@ -18,7 +18,7 @@ Priority = Callable[[int, int, int, int], float]
 
 RULES = ("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "kvpop", "kvpop_mlp")
 
-NOT_SETTINGS = {"priority", "memory", "weights_seed"}
+NOT_SETTINGS = {"priority", "memory", "weights_seed", "equal"}
 """Fields of a rule that are no settings of the policy: they come to it another way."""
 
 

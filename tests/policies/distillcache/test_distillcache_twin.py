@@ -1,0 +1,118 @@
+"""DistillCache against its brute-force twin: the same features, the same kept sets, the same logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from distilled import policy_of, tensors
+from engine import run_case
+from hypothesis import HealthCheck, given, settings
+from test_twins import check
+
+from evictbench.policies.distillcache import DistillCache
+from evictbench.policies.distillcache.network import Ranker
+from evictbench.policy import Step
+from twin import distillcache as twin
+from twin.cases import Case
+from twin.distillcache import distillcache_cases
+from twin.simulate import simulate
+from twin.tiny import random_tokens, tiny_model
+
+ROUNDING = 1e-4
+"""Features and scores are float32 and scores spread over units: closer ones may be ordered either way."""
+
+
+@pytest.mark.engine
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=distillcache_cases())
+def test_policy_equals_its_twin(case: Case) -> None:
+    check(case, policy_of(case), exact=ROUNDING)
+
+
+class Showing(DistillCache):
+    """Keeps the features of every pass that evicted."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.shown: dict[int, dict[int, list[float]]] = {}
+
+    def score(self, step: Step) -> Any:
+        following = int(step.query_positions[0, -1]) + 1
+        numbers = self.features(step)[0].tolist()
+        places = step.positions[0, 0].tolist()
+        self.shown[following] = {place: five for place, five in zip(places, numbers, strict=True) if place >= 0}
+        return super().score(step)
+
+
+def test_features_equal_the_loops() -> None:
+    """The five numbers themselves, at the prompt, at a question and at decode steps."""
+    compared: dict[str, int] = {}
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=distillcache_cases())
+    def run(case: Case) -> None:
+        for stage, entries in compare_features(case).items():
+            compared[stage] = compared.get(stage, 0) + entries
+
+    run()
+    assert all(compared[stage] > 100 for stage in ("prompt", "question", "decode"))
+
+
+def compare_features(case: Case) -> dict[str, int]:
+    """How many entries of a case were compared, by the stage after which they were ranked."""
+    compared: dict[str, int] = {}
+    wanted: dict[int, dict[int, list[float]]] = {}
+
+    class Watching(twin.DistillCache):
+        def select(self, record: Any, held: tuple[int, ...], queries: range, count: int) -> Any:
+            wanted[queries.stop] = twin.features(record, list(held), queries)
+            return super().select(record, held, queries, count)
+
+    case = replace(case, rule=Watching(**vars(case.rule)))
+    simulated, policy = case.trace(), policy_of(case, Showing)
+    ours = run_case(case, policy)
+    assert isinstance(policy, Showing)
+    for seen in sorted(wanted):
+        if seen in policy.shown and ours.kept[seen] != simulated.kept[seen]:
+            break  # scores too close to call; what follows is of another text
+        assert sorted(policy.shown[seen]) == sorted(wanted[seen])
+        for token, five in wanted[seen].items():
+            for ours_, exact, tolerance in zip(policy.shown[seen][token], five, (1e-6,) * 5, strict=True):
+                assert ours_ == pytest.approx(exact, rel=1e-4, abs=tolerance), (seen, token)
+
+
+def test_the_ranker_is_the_loops() -> None:
+    numbers = torch.rand(40, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    numbers[:, 0] *= 0.1
+    numbers[:, 2] *= 1e-3
+    numbers[0] = 0
+    for seed in range(5):
+        exact = twin.random_ranker(seed)
+        ranker = Ranker()
+        ranker.load_state_dict({name: tensor.float() for name, tensor in tensors(exact).items()})
+        found = ranker.double()(numbers)
+        wanted = torch.tensor([exact.score(five) for five in numbers.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(found, wanted, atol=1e-9, rtol=0)
+
+
+def test_the_cache_read_to_the_letter_collapses() -> None:
+    """Algorithm 1's |C| is what is left of the cache: with r = .75 it falls to 32 in a few steps, whatever was seen;
+    a share of the tokens seen does not."""
+    model, prompt, new = tiny_model(), random_tokens(120), random_tokens(8, 1)
+    sizes = {}
+    for length in ("seen", "cache"):
+        rule = twin.DistillCache(length=length)  # type: ignore[arg-type]
+        trace = simulate(model, rule, prompt, new, 0.75, chunk=200)
+        case = Case(rule, "llama", 0, 2, 2, 2, False, False, tuple(prompt), tuple(new), 0.75, "native", 200, None)
+        ours = run_case(case, policy_of(case))
+        sizes[length] = [len(ours.kept[seen][0, 0]) for seen in range(120, 129)]
+        assert sizes[length] == [len(trace.kept[seen][0, 0]) for seen in range(120, 129)]
+    assert sizes["seen"] == [(seen + 1) * 3 // 4 - 1 for seen in range(120, 129)]
+    letter = [120 * 3 // 4 - 1]
+    for _ in range(8):
+        letter.append(max(32, (letter[-1] + 1) * 3 // 4) - 1)
+    assert sizes["cache"] == letter
+    assert letter[-1] == 31
