@@ -3,7 +3,8 @@
 The step, in every layer: ask the policy until when the new entries are seen, and the last one before them, about
 which it may know more by now; attend, every query to what it may see; give the place of what no later query sees to
 new entries. Deadlines decide all of it, so that any chunk size gives the token-at-a-time result. A prompt is never
-held whole: after each chunk its heads hold what the next query sees.
+held whole: after each chunk its heads hold what the next query sees. Where a policy's entries compete for places, all
+this is otherwise: see `paged_contest`.
 
     cache = PagedCache(model, policy, "25%")
     with cache.listening():        # sets the hooks that the policy reads by, and removes them
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.paged_attention import attend_chunk, attend_one
+from evictbench.paged_contest import Contest
 from evictbench.pages import EMPTY, PagePool
 from evictbench.passes import Occupancy, Pass
 from evictbench.policy import Arriving
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from evictbench.budget import Budget
+    from evictbench.paged_prompt import Prompt
     from evictbench.policy import Policy
     from evictbench.taps import Tap
 
@@ -44,19 +47,25 @@ def allotted(policy: Policy, budget: Budget | None, prompt: int) -> float:
 
 
 class PagedLayer(SlotLayer):
-    """The pages of one layer, made when its first keys arrive."""
+    """The pages of one layer, made when its first keys arrive, or at the end of prompts that are held plain until then
+    (by row)."""
 
     cache: PagedCache
     pool: PagePool | None = None
 
+    def __init__(self, cache: PagedCache, index: int) -> None:
+        super().__init__(cache, index)
+        self.prompts: dict[int, Prompt] = {}
+
     def forget(self) -> None:
         """Free everything."""
         super().forget()
-        self.pool = None
+        self.pool, self.prompts = None, {}
 
     def nbytes(self) -> int:
         """Bytes of every storage this layer holds."""
-        return 0 if self.pool is None else self.pool.nbytes()
+        pages = 0 if self.pool is None else self.pool.nbytes()
+        return pages + sum(prompt.nbytes() for prompt in self.prompts.values())
 
 
 class PagedCache(EvictionCache):
@@ -66,12 +75,16 @@ class PagedCache(EvictionCache):
     and occupancy is measured: the largest of a decode query's heads, and their mean. The prompt is read in chunks that
     hold what the next query sees, whatever `prefill` says.
     Bytes held: at most 1.15 times those of the kept keys and values where heads keep 150 entries or more on average.
+    Where a policy's entries are `contested`, all is cut to the budget at the end of the prompt, which is held as
+    `prefill` says, and a query that sees more, mean over heads, is a RuntimeError.
     """
 
     layers: list[PagedLayer]  # type: ignore[assignment]
 
     def __init__(self, model: PreTrainedModel, policy: Policy, budget: Any = None, **settings: Any) -> None:
         policy.fit(model.config)
+        prefill = settings.get("prefill", "native")
+        self.mode: str = policy.prefill if prefill == "native" else prefill
         super().__init__(model, policy, budget, **settings)
         self.model = model
 
@@ -79,9 +92,16 @@ class PagedCache(EvictionCache):
         """A layer without entries."""
         return PagedLayer(self, index)
 
+    def new_pool(self, rows: int, like: Tensor) -> PagePool:
+        """An empty pool with owners for so many rows. like: keys."""
+        if self.contest is not None:
+            return self.contest.new_pool(rows, like)
+        return PagePool(rows * self.shape.kv_heads, like, self.count_bytes)
+
     def reset(self) -> None:
         """Forget every sequence and free every page."""
         super().reset()
+        self.contest = Contest(self, self.mode) if self.policy.contested else None
         self.allotted: list[float] = []
         self.read: dict[int, Tensor] = {}
         self.seen_by_heads: list[tuple[int, float]] = []
@@ -94,11 +114,13 @@ class PagedCache(EvictionCache):
         """The positions that the next query sees, by KV head, ascending and padded with -1 behind: `[kv_heads, most]`
         int64."""
         pool, following = self.layers[layer].pool, self.seen[row]
-        assert pool is not None
-        found = []
-        for owner in self._owners(row):
-            positions = pool.entries(owner, "positions")
-            found.append(positions[pool.entries(owner, "deadlines") > following].long().sort().values)
+        if (prompt := self.layers[layer].prompts.get(row)) is not None:
+            heads = list(zip(prompt.held("positions"), prompt.held("deadlines"), strict=True))
+        else:
+            assert pool is not None
+            freed = None if self.contest is None else pool.reusable
+            heads = [pool.alive(owner, freed) for owner in self.owners(row)]
+        found = [positions[deadlines > following].long().sort().values for positions, deadlines in heads]
         return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=EMPTY)
 
     def nbytes(self) -> int:
@@ -107,9 +129,10 @@ class PagedCache(EvictionCache):
 
     def row_bytes(self, row: int) -> int:
         """Bytes of one row's part of what is held: that of its pages among those in use."""
-        return sum(layer.pool.bytes_of(self._owners(row)) for layer in self.layers if layer.pool is not None)
+        return sum(layer.pool.bytes_of(self.owners(row)) for layer in self.layers if layer.pool is not None)
 
-    def _owners(self, row: int) -> range:
+    def owners(self, row: int) -> range:
+        """Of a row's KV heads, their numbers in every pool."""
         return range(row * self.shape.kv_heads, (row + 1) * self.shape.kv_heads)
 
     # What the policy reads.
@@ -141,15 +164,18 @@ class PagedCache(EvictionCache):
         if rows != len(self.seen):
             raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
         step = Pass.plan(self, new.shape[2], real)
-        if not self.allotted:
+        if self.contest is not None and not self.prompt_done:
+            self.contest.begin(self.prompts)
+            self.allotted = [1.0] * rows
+        elif not self.allotted:
             self.allotted = [allotted(self.policy, self.budget, length) for length in self.prompts]
         self.seen_by_heads = self._open_pages(rows) if self._in_place(step) else []
         self.current = step
         return step
 
     def _in_place(self, step: Pass) -> bool:
-        """Every row has one new token and holds others."""
-        return step.single and self.columns > 0
+        """Every row has one new token, and others in pages."""
+        return step.single and (self.columns > 0 if self.contest is None else self.prompt_done)
 
     def _open_pages(self, rows: int) -> list[tuple[int, float]]:
         """Give a page to each head whose next entry has no slot; how many entries the heads of each row will see, the
@@ -167,7 +193,11 @@ class PagedCache(EvictionCache):
                 pool.take(dict.fromkeys(wanting.nonzero()[:, 0].tolist(), 1))
             visible.append(asked[:, 1] + 1)
         by_row = torch.cat(visible).view(-1, rows, self.shape.kv_heads).transpose(0, 1).flatten(1)
-        return [(int(heads.max()), float(heads.double().mean())) for heads in by_row]
+        found = [(int(heads.max()), float(heads.double().mean())) for heads in by_row]
+        if self.contest is not None:
+            for row, (_, mean) in enumerate(found):
+                self.contest.check(row, mean)
+        return found
 
     def attend(
         self, layer: PagedLayer, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
@@ -176,9 +206,14 @@ class PagedCache(EvictionCache):
         is `[rows, heads, queries, head_dim]`."""
         step = self.begin(keys, real) if layer.index == 0 else self.current
         assert step is not None
+        if self.contest is not None:
+            output = self.contest.attend(layer, step, query, keys, values, scaling)
+            if layer.index == self.shape.layers - 1:
+                self._close(step)
+            return output
         if layer.pool is None:
             rows = max(self.row_capacity or 0, step.rows)
-            layer.pool = PagePool(rows * self.shape.kv_heads, keys, self.count_bytes)
+            layer.pool = self.new_pool(rows, keys)
         deadlines = self._deadlines(layer, step, keys.device)
         self._decide_newest(layer.pool, step, deadlines[:, :, 0])
         query = self.policy.after_rotation(query)
@@ -188,19 +223,23 @@ class PagedCache(EvictionCache):
             self._close(step)
         return output
 
-    def _deadlines(self, layer: PagedLayer, step: Pass, device: torch.device) -> Tensor:
-        """`[rows, kv_heads, 1 + queries]` int32: of the entry before the new ones, and of the new ones."""
-        if self.policy.taps and layer.index not in self.read:
+    def take_read(self, layer: int, device: torch.device) -> Tensor | None:
+        """What the policy has read of this layer in this pass, if it reads."""
+        if self.policy.taps and layer not in self.read:
             raise RuntimeError(
                 f"{self.policy.name} reads more than attention sees: run the model inside `with cache.listening():`."
             )
-        read = self.read.pop(layer.index, None)
+        read = self.read.pop(layer, None)
+        return None if read is None else read.to(device)
+
+    def _deadlines(self, layer: PagedLayer, step: Pass, device: torch.device) -> Tensor:
+        """`[rows, kv_heads, 1 + queries]` int32: of the entry before the new ones, and of the new ones."""
         arriving = Arriving(
             layer=layer.index,
             shape=self.shape,
             positions=step.query_positions(device),
             allotted=step.once("allotted", device, lambda: torch.tensor(self.allotted, device=device)),
-            read=None if read is None else read.to(device),
+            read=self.take_read(layer.index, device),
         )
         return self.policy.expiry(arriving).to(torch.int32)
 
@@ -210,7 +249,7 @@ class PagedCache(EvictionCache):
         if len(rows) == step.rows:
             pool.set_newest(slice(0, deadlines.numel()), deadlines.flatten())
         elif rows:
-            owners = torch.tensor([owner for row in rows for owner in self._owners(row)], device=pool.device)
+            owners = torch.tensor([owner for row in rows for owner in self.owners(row)], device=pool.device)
             pool.set_newest(owners, deadlines[torch.tensor(rows, device=pool.device)].flatten())
 
     def _attend_in_place(
@@ -252,7 +291,7 @@ class PagedCache(EvictionCache):
                 "positions": positions[row, new].expand(self.shape.kv_heads, -1),
                 "deadlines": deadlines[row, :, new],
             }
-            first = self._owners(row).start
+            first = self.owners(row).start
             output[row, :, new] = attend_chunk(pool, first, query[row, :, new], entries, scaling)
             pool.settle(first, entries, step.seen[row])
         return output
@@ -277,8 +316,8 @@ class PagedCache(EvictionCache):
         for source, target in zip(prompt.layers, self.layers, strict=True):
             assert source.pool is not None
             if target.pool is None:
-                target.pool = PagePool(rows * self.shape.kv_heads, source.pool.buffers["keys"], self.count_bytes)
-            target.pool.copy_from(source.pool, self._owners(row).start)
+                target.pool = self.new_pool(rows, source.pool.buffers["keys"])
+            target.pool.copy_from(source.pool, self.owners(row).start)
         self.seen.append(prompt.seen[0])
         self.held.append(prompt.held[0])
         self.prompts.append(prompt.prompts[0])
@@ -286,6 +325,8 @@ class PagedCache(EvictionCache):
         self.occupancy.append(Occupancy())
         self.known.append(None)
         self.allotted.append(prompt.allotted[0])
+        if self.contest is not None and prompt.contest is not None:
+            self.contest.terms.append(prompt.contest.terms[0])
         self.columns = max(self.columns, prompt.columns)
         self.prompt_done = True
         return row
@@ -295,7 +336,7 @@ class PagedCache(EvictionCache):
         last = len(self.seen) - 1
         for layer in self.layers:
             if layer.pool is not None:
-                layer.pool.move_owners(self._owners(last).start, self._owners(row).start, self.shape.kv_heads)
+                layer.pool.move_owners(self.owners(last).start, self.owners(row).start, self.shape.kv_heads)
         lists: tuple[list[Any], ...] = (
             self.seen,
             self.held,
@@ -304,6 +345,7 @@ class PagedCache(EvictionCache):
             self.occupancy,
             self.known,
             self.allotted,
+            *([] if self.contest is None else [self.contest.terms]),
         )
         for items in lists:
             items[row] = items[last]

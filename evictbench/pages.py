@@ -235,6 +235,16 @@ class PagePool:
         for name, fill in self._fills.items():
             self.buffers[name].flatten(0, 1)[slots] = fill
 
+    def alive(self, owner: int, freed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Positions and deadlines of an owner's entries; freed: the slot of each owner that the next entry takes, which
+        is left out as are slots that hold no token."""
+        positions, deadlines = self.entries(owner, "positions"), self.entries(owner, "deadlines")
+        if freed is None:
+            return positions, deadlines
+        slots = (self.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
+        held = (positions >= 0) & (slots != freed[owner])
+        return positions[held], deadlines[held]
+
     def wants_page(self, owners: int) -> Tensor:
         """`[owners]` bool: whose next entry has no slot to go to."""
         return (self.reusable[:owners] < 0) & (self.length[:owners] % PAGE == 0)
@@ -243,15 +253,22 @@ class PagePool:
         """Decide the deadlines of the entries that these owners wrote last; both `[n]`."""
         self.buffers["deadlines"].view(-1)[self.newest[owners]] = deadlines
 
-    def put(self, owners: int, entries: Mapping[str, Tensor]) -> None:
-        """One new entry for each of the first owners, `[owners, ...]` in every buffer, in place of one that no query
-        sees any more or behind the others. Who `wants_page` must have got one."""
-        reusable, length = self.reusable[:owners], self.length[:owners]
-        target = torch.where(reusable < 0, self.tail[:owners] * PAGE + length % PAGE, reusable)
+    def put(self, owners: int | Tensor, entries: Mapping[str, Tensor]) -> None:
+        """One new entry for each of the first owners, or of those that are named, `[owners, ...]` in every buffer, in
+        place of one that no query sees any more or behind the others. Who `wants_page` must have got one."""
+        if isinstance(owners, Tensor):
+            reusable, length, tail = self.reusable[owners], self.length[owners], self.tail[owners]
+        else:
+            reusable, length, tail = self.reusable[:owners], self.length[:owners], self.tail[:owners]
+        target = torch.where(reusable < 0, tail * PAGE + length % PAGE, reusable)
         for name, entry in entries.items():
             self.buffers[name].flatten(0, 1).index_copy_(0, target, entry)
-        length += reusable < 0
-        self.newest[:owners] = target
+        if isinstance(owners, Tensor):
+            self.length[owners] = length + (reusable < 0)
+            self.newest[owners] = target
+        else:
+            length += reusable < 0
+            self.newest[:owners] = target
 
     def look_ahead(self, following: Tensor) -> None:
         """Find what the next queries see and what they free. following: `[owners]` int32, their positions."""

@@ -136,7 +136,7 @@ class Division:
 
     mass: `[kv_heads, slots]`, the softmax of the last query over all that is stored, mean over a head's group;
     worth: likewise, of the entries to that query; competes: likewise, bool, those that are not kept anyway.
-    places: of an equal share.
+    places: of an equal share. crowded: the prompt is more than its budget, and all of it is stored.
     """
 
     layer: int
@@ -144,6 +144,7 @@ class Division:
     worth: Tensor
     competes: Tensor
     places: int
+    crowded: bool
 
 
 @dataclass
@@ -224,8 +225,8 @@ class Policy:
     shares: who shares one kept set: each KV head has its own, a layer's heads share one, or the whole model does; where
     a setting decides, set in `__init__`.
     prefill: the method's native prompt mode. "dense": the prompt is attended whole and cut once at its end;
-    "bounded": never more than the budget and one chunk is held; "sparse": all of it is held and cut once at its end, but
-    what a bounded prompt would have evicted is not seen (where entries are `contested`).
+    "bounded": never more than the budget and one chunk is held; "sparse": all of it is held and cut once at its end,
+    but what a bounded prompt would have evicted is not seen (where entries are `contested`).
     static: the score of an entry never depends on queries or on attention. Then visibility inside a chunk is decided
     by deadlines, and any chunk size gives the token-at-a-time result.
     reindexed_sinks: the sinks are seen at their in-cache distance (StreamingLLM's position shift).

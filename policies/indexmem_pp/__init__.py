@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from evictbench.errors import UserError
 from evictbench.policy import Arriving, Division, ModelShape, Policy, Rivals, SlotTensor
 
+from .hub import RELEASED
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ FLOOR = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """sinks, window (the query's own entry included): protected; centroids: means of evicted entries, per head. None: as
-    the weights' card has it.
+    """sinks, window (the query's own entry included): protected; centroids: means of evicted entries, of each head;
+    None: as the weights' card has it.
 
     budgets: of heads, decided at the end of the prompt by the "mass" of attention that they would retain, "uniform", or
     by a "table" `[layers, kv_heads]` of shares, from a JSON file (`table`) or the weights. floor: places of its pool
@@ -91,6 +92,7 @@ class IndexMem(Policy):
     paper = "arXiv 2605.25475 (successor)"
     Config = Settings
     Recipe: ClassVar[type[Any]] = Recipe
+    foreign = RELEASED
     prefill = "sparse"
     ragged = True
     contested = True
@@ -218,7 +220,7 @@ class IndexMem(Policy):
 
         places, heads = division.places, division.mass.shape[0]
         floor = places // FLOOR if self.config.floor is None else min(int(self.config.floor), places)
-        if self.config.budgets == "mass":
+        if self.config.budgets == "mass" and division.crowded:
             return mass_budgets(division.mass, division.worth, ~division.competes, total=places * heads, floor=floor)
         if self.config.budgets == "table":
             assert self._table is not None
