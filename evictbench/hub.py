@@ -44,9 +44,12 @@ def why_unreachable(timeout: float = 5.0) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path:
+def snapshot(
+    repo: str, revision: str | None, remote_code: bool = False, known_by: tuple[str, ...] = ("config.json",)
+) -> Path:
     """The folder of `repo` at one commit (the folder's name), with its configs and tokenizer but no weights.
 
+    known_by: files of which any one shows that the local cache has it.
     Raises UserError if the hub has no such model or revision, or refuses it, or is out of reach and its local
     cache has none either.
     """
@@ -58,7 +61,8 @@ def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path
         if reason is None:
             patterns = [*SMALL_FILES, "*.py"] if remote_code else SMALL_FILES
             return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
-        cached = try_to_load_from_cache(repo, "config.json", revision=revision)
+        found = (try_to_load_from_cache(repo, name, revision=revision) for name in known_by)
+        cached = next((file for file in found if isinstance(file, str)), None)
     except errors.HFValidationError as error:
         raise UserError(f"{named} is neither a folder nor a hub id (owner/name).") from error
     except errors.GatedRepoError as error:
@@ -72,7 +76,7 @@ def snapshot(repo: str, revision: str | None, remote_code: bool = False) -> Path
         raise UserError(f"The model {repo} has no revision {revision}.") from error
     except Exception as error:
         raise UserError(f"The model {named} could not be fetched from the hub: {_first_line(error)}") from error
-    if not isinstance(cached, str):
+    if cached is None:
         raise UserError(
             f"The model {named} is neither a folder here nor in the local hub cache, and the hub cannot be "
             f"reached ({reason}). Fetch it where there is a network (`hf download {repo}`), or give a "

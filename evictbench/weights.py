@@ -6,7 +6,8 @@
     curves.jsonl          the log of the training
 
 A folder is named on the command line by its path or as a hub id (`--weights`); those that come with evictbench lie in
-the package of their policy, in folders under `weights/`, and are found by their cards.
+the package of their policy, in folders under `weights/`, and are found by their cards. A policy whose authors have
+released weights in a layout of their own may say how to read it (`Foreign`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import hub
 from evictbench.errors import UserError
@@ -60,6 +61,19 @@ class Weights:
         return f"{words}, transferred from {self.transferred_from}" if self.transferred_from else words
 
 
+class Foreign(Protocol):
+    """How to read weights that others have saved: an attribute `foreign` of the policy that they are for."""
+
+    files: tuple[str, ...]
+    """Names of the one file that such a folder holds, the likeliest first."""
+
+    def read(self, file: Path, origin: str, shape: ModelShape) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        """The tensors that `Policy.use` takes, and a card: at least policy, variant and base_model {name, shape}.
+
+        shape: of the model that they are to serve. Raises UserError for what cannot be read.
+        """
+
+
 def find(policy: Policy, where: str | None, model: str, model_sha256: str, shape: ModelShape) -> Weights:
     """The weights for a policy on a model: those at `where` (a folder or a hub id), else those that come with it.
 
@@ -67,7 +81,7 @@ def find(policy: Policy, where: str | None, model: str, model_sha256: str, shape
     none, or they are broken, another policy's or variant's, or another model's.
     """
     if where is not None:
-        return _fitting(load(where), policy, model, model_sha256, shape)
+        return _fitting(load(where, policy, shape), policy, model, model_sha256, shape)
     variant = variant_of(policy)
     bundled = [(folder, card) for folder, card in _bundled(policy) if card["variant"] == variant]
     own = [folder for folder, card in bundled if model_sha256 in _models_of(card)]
@@ -99,19 +113,25 @@ def equip(policy: Policy, where: str | None, source: Source, model: str, shape: 
     return found
 
 
-def load(where: str) -> Weights:
-    """The weights in a folder, or at a hub id (owner/name or owner/name@revision); UserError if there are none."""
+def load(where: str, policy: Policy | None = None, shape: ModelShape | None = None) -> Weights:
+    """The weights in a folder, or at a hub id (owner/name or owner/name@revision); UserError if there are none.
+
+    policy, shape: whose they are to be and on what model, so that a layout that this policy reads is read too.
+    """
+    foreign: Foreign | None = getattr(policy, "foreign", None) if shape is not None else None
     folder = Path(where).expanduser()
     if folder.is_dir():
-        return _read(folder, where)
+        return _read_any(folder, where, foreign, shape)
     if folder.exists():
         raise UserError(f"The weights {where} are a file; give the folder that holds {TENSORS} and {CONFIG}.")
     if where.startswith((".", "~", "/")) or where.count("/") != 1:
         raise UserError(f"There is no folder {where} (--weights).")
     repo, _, revision = where.partition("@")
-    folder = hub.snapshot(repo, revision or None)
-    hub.fetch_weights(repo, folder, [TENSORS])
-    return _read(folder, f"{repo}@{folder.name[:12]}")
+    others = foreign.files if foreign is not None else ()
+    folder = hub.snapshot(repo, revision or None, known_by=(CONFIG, *others))
+    if not any((folder / name).is_file() for name in (TENSORS, *others)):
+        hub.fetch_weights(repo, folder, [TENSORS, *others])
+    return _read_any(folder, f"{repo}@{folder.name[:12]}", foreign, shape)
 
 
 def save(
@@ -188,6 +208,19 @@ def _read(folder: Path, origin: str) -> Weights:
     return Weights(tensors, card, origin, whole.hexdigest())
 
 
+def _read_any(folder: Path, origin: str, foreign: Foreign | None, shape: ModelShape | None) -> Weights:
+    """A folder of ours, or of a layout that the policy reads."""
+    if foreign is None or shape is None or (folder / TENSORS).is_file():
+        return _read(folder, origin)
+    file = next((folder / name for name in foreign.files if (folder / name).is_file()), None)
+    if file is None:
+        return _read(folder, origin)
+    tensors, card = foreign.read(file, origin, shape)
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return Weights(tensors, card, origin, sha256)
+
+
 def _card(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG
     if not file.is_file():
@@ -224,7 +257,10 @@ def _fitting(weights: Weights, policy: Policy, model: str, model_sha256: str, sh
             + " and ".join(f"{found[name]} {name}, where {model} has {expected[name]}" for name in differ)
             + "."
         )
-    return weights if model_sha256 in _models_of(card) else dataclasses.replace(weights, transferred_from=base["name"])
+    # Others' weights name their model and have no hash of it.
+    named = base.get("sha256") is None and Path(base["name"]).name == Path(model).name
+    at_home = named or model_sha256 in _models_of(card)
+    return weights if at_home else dataclasses.replace(weights, transferred_from=base["name"])
 
 
 def _halved(name: str, tensor: Tensor) -> Tensor:

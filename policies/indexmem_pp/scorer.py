@@ -82,6 +82,8 @@ def scorers(tensors: Mapping[str, Tensor], shape: ModelShape, origin: str = "") 
     if narrow is None or narrow.dim() != 3:
         raise UserError(f"{named} hold no scorer of IndexMem++: narrow.weight [layers, width, hidden] is missing.")
     width, hidden = narrow.shape[1:]
+    if shape.hidden_size and hidden != shape.hidden_size:
+        raise UserError(f"{named} read hidden states of width {hidden}, and this model's have {shape.hidden_size}.")
     with torch.device("meta"):
         model = Scorer(hidden, width, shape.kv_heads)
     expected = {name: (shape.layers, *tensor.shape) for name, tensor in model.state_dict().items()}
