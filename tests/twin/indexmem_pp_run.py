@@ -25,23 +25,48 @@ Head = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rules:
-    """How to run it. budget: entries that a head's query sees on average, sinks, window and centroids included.
+    """How to run it. context: how many tokens are compressed first. budget: entries that a head's query sees, sinks,
+    window and centroids included, on average; or a share of the context, or of all that has been read if that is more.
 
-    floor: places of the pool that each head has at least. context: the tokens that are compressed first.
+    floor: places of the pool that each head has at least; None: a quarter of an equal share.
     """
 
-    budget: int
+    context: int
+    budget: int | float
     sinks: int = 4
     window: int = 32
     centroids: int = 0
     budgets: Literal["mass", "uniform"] = "mass"
-    floor: int = 0
+    floor: int | None = None
     prefill: Literal["native", "dense", "bounded"] = "native"
+    deadlines: Literal["exact", "chunk_middle"] = "exact"
+
+    def at(self, seen: int) -> int:
+        """The budget of the query that is the `seen`-th token."""
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(32, math.floor(self.budget * max(self.context, seen)))
+
+    @property
+    def slots(self) -> int:
+        """Centroids of a head: half of what is not protected where they would leave no place."""
+        free = self.at(0) - self.sinks - self.window
+        return self.centroids if self.centroids < free else max(0, (free - 1) // 2)
 
     @property
     def places(self) -> int:
-        """Of each head's pool, where all have the same."""
-        return self.budget - self.sinks - self.window - self.centroids
+        """Of each head's pool at the end of the context, where all have the same."""
+        return self.at(0) - self.sinks - self.window - self.slots
+
+    @property
+    def whole(self) -> bool:
+        """All of the context is seen while it is read."""
+        return self.prefill == "dense" or self.context <= self.at(0)
+
+    @property
+    def bounded(self) -> bool:
+        """What the context loses is gone."""
+        return self.prefill == "bounded" and not self.whole
 
 
 @dataclass
@@ -57,7 +82,7 @@ class Told:
 
 
 class Run:
-    """One sequence: `read` its context, then what follows, in any parts."""
+    """One sequence: `read` its context, then what follows, in any parts; no part holds some of both."""
 
     def __init__(self, model: PreTrainedModel, judge: Judge, rules: Rules, starts: Starts, length: int) -> None:
         self.dense, self.judge, self.rules, self.starts = DenseModel(model), judge, rules, starts
@@ -73,15 +98,19 @@ class Run:
             at: Pool(self.scores[at], self.rates[at], rules.sinks, rules.window, rules.places) for at in self.everyone
         }
         self.centroids: dict[Head, list[Centroid]] = {at: [] for at in self.everyone}
+        self.places = dict.fromkeys(self.everyone, rules.places)
+        self.middles: list[int] = []
         self.compressed = False
         self.logits: list[Tensor] = []
         self.seen: list[dict[Head, list[int]]] = []
         self.counts: dict[int, dict[Head, list[int]]] = {}
 
-    def read(self, tokens: Sequence[int], ends_context: bool = False) -> None:
+    def read(self, tokens: Sequence[int]) -> None:
         """One forward pass."""
         start = len(self.logits)
         positions = range(start, start + len(tokens))
+        ends_context = positions[-1] + 1 == self.rules.context
+        self.middles += [start + len(tokens) // 2 for _ in positions]
         self.seen += [{} for _ in positions]
         with torch.no_grad():
             hidden = self.dense.embed(tokens)
@@ -117,15 +146,18 @@ class Run:
                 self.rates[at].append(rate)
 
     def turn(self, at: Head, q: int) -> None:
-        """The recursion; what goes after the context is absorbed before q looks."""
-        if self.rules.prefill == "dense" and not self.compressed:
+        """The recursion; what goes joins the centroids before q looks."""
+        if self.rules.whole and not self.compressed:
             return
-        for j in self.pools[at].turn(q):
-            if self.compressed or self.rules.prefill == "bounded":
-                absorb(self.centroids[at], self.rules.centroids, self.keys[at][j], self.values[at][j])
+        pool = self.pools[at]
+        pool.places = self.places[at] + self.rules.at(q + 1 if self.compressed else 0) - self.rules.at(0)
+        approximate = self.rules.deadlines == "chunk_middle" and not self.compressed and q > 0
+        for j in pool.turn(q, self.middles[q - 1] if approximate else None):
+            if self.compressed or self.rules.bounded:
+                absorb(self.centroids[at], self.rules.slots, self.keys[at][j], self.values[at][j])
 
     def visible(self, at: Head, q: int) -> list[int]:
-        if self.rules.prefill == "dense" and not self.compressed:
+        if self.rules.whole and not self.compressed:
             return list(range(q + 1))
         return self.pools[at].sees(q)
 
@@ -171,21 +203,22 @@ class Run:
             self.cut((layer, kv_head), choices[kv_head], places)
 
     def stored(self, at: Head, q: int) -> list[int]:
-        return self.pools[at].sees(q) if self.rules.prefill == "bounded" else list(range(q + 1))
+        return self.pools[at].sees(q) if self.rules.bounded else list(range(q + 1))
 
     def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
         heads, places = len(masses), self.rules.places
-        if self.rules.budgets == "uniform" or sum(map(len, masses)) <= heads * places:
+        if self.rules.budgets == "uniform" or self.rules.context <= self.rules.at(0) or self.rules.bounded:
             return [places] * heads
-        return fill_by_mass(masses, pinned, heads * places, [min(self.rules.floor, places)] * heads)
+        floor = places // 4 if self.rules.floor is None else min(self.rules.floor, places)
+        return fill_by_mass(masses, pinned, heads * places, [floor] * heads)
 
     def cut(self, at: Head, choice: list[int], places: int) -> None:
         pool = self.pools[at]
-        pool.places, pool.held[:] = places, choice[:places]
+        self.places[at], pool.held[:] = places, choice[:places]
         gone = sorted(choice[places:])
-        if self.rules.prefill != "bounded" and self.rules.centroids and gone:
+        if not self.rules.bounded and self.rules.slots and gone:
             keys, values = self.keys[at][gone], self.values[at][gone]
-            clusters = lloyd(keys, self.starts(*at, len(gone))[: self.rules.centroids])
+            clusters = lloyd(keys, self.starts(*at, len(gone))[: self.rules.slots])
             self.centroids[at] = means(keys, values, clusters)
         if choice[places:] and choice[:places]:
             q = len(self.scores[at]) - 1
@@ -194,5 +227,4 @@ class Run:
 
     def told(self) -> Told:
         gaps = [gap for pool in self.pools.values() for gap in pool.gaps if gap > 0]
-        places = {at: pool.places for at, pool in self.pools.items()}
-        return Told(torch.stack(self.logits), self.seen, places, self.counts, min(gaps, default=math.inf))
+        return Told(torch.stack(self.logits), self.seen, self.places, self.counts, min(gaps, default=math.inf))

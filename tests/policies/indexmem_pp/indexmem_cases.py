@@ -27,13 +27,16 @@ class Case:
     kv_heads: int
     groups: int
     length: int
-    context: int
     question: int
     chunk: int
     worth: Worth
 
     def model(self) -> Any:
         return tiny_model(self.kind, self.seed % 3, LAYERS, self.kv_heads, self.groups)
+
+    @property
+    def context(self) -> int:
+        return self.rules.context
 
     @property
     def tokens(self) -> list[int]:
@@ -77,7 +80,7 @@ def told(case: Case, run: type[Run] = Run, starts: Starts = first_ones) -> Told:
 
     twin = run(case.model(), judge, case.rules, starts, case.length)
     for begin, end in case.parts:
-        twin.read(case.tokens[begin:end], ends_context=end == case.context)
+        twin.read(case.tokens[begin:end])
     return twin.told()
 
 
@@ -88,23 +91,28 @@ def cases(
     centroids: tuple[int, ...] = (0, 1, 3),
     question: int = 8,
     worths: tuple[Any, ...] = ("spread", "ties", "equal", "one_flat"),
+    approximate: bool = True,
 ) -> Case:
     """Lengths up to 60, one-token prompts, budgets from the least to more than the text."""
     length = draw(st.one_of(st.integers(30, 60), st.integers(1, 60)))
     context = draw(st.integers(1, length))
     sinks, window = draw(st.sampled_from([0, 1, 2, 4])), draw(st.sampled_from([1, 2, 3, 6]))
     slots = draw(st.sampled_from(centroids))
-    least = sinks + window + slots + 1
-    budget = draw(st.one_of(st.integers(least, least + 8), st.integers(least, length + least)))
+    least = sinks + window + 1
+    budgets = st.one_of(
+        st.integers(least, least + 8), st.integers(least, length + least), st.sampled_from([0.5, 0.75, 0.9])
+    )
     kv_heads, groups = draw(st.sampled_from([(2, 2), (2, 3), (4, 1), (1, 2)]))
     rules = Rules(
-        budget=budget,
+        context=context,
+        budget=draw(budgets),
         sinks=sinks,
         window=window,
         centroids=slots,
         budgets=draw(st.sampled_from(["mass", "uniform"])),
-        floor=draw(st.sampled_from([0, 1, 2])),
+        floor=draw(st.sampled_from([None, 0, 1, 2])),
         prefill=draw(st.sampled_from(prefill)),
+        deadlines=draw(st.sampled_from(["exact", "exact", "chunk_middle"])) if approximate else "exact",
     )
     return Case(
         rules=rules,
@@ -113,7 +121,6 @@ def cases(
         kv_heads=kv_heads,
         groups=groups,
         length=length,
-        context=context,
         question=min(draw(st.integers(0, question)), length - context),
         chunk=draw(st.integers(1, 40)),
         worth=draw(st.sampled_from(worths)),

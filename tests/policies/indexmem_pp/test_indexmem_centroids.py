@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -49,7 +51,7 @@ def test_they_stand_for_all_that_went(count: int, centroids: int, distinct: int 
     assert len(sizes) <= min(count, centroids)
     assert bool((sizes >= 1).all())
     assert float(sizes.sum()) == count
-    tolerance = {"atol": 1e-4 if half else 1e-10, "rtol": 0}
+    tolerance: dict[str, Any] = {"atol": 1e-4 if half else 1e-10, "rtol": 0}
     wide = found_keys.dtype
     torch.testing.assert_close(sizes.to(wide) @ found_keys, keys.to(wide).sum(0), **tolerance)
     torch.testing.assert_close(sizes.to(wide) @ found_values, values.to(wide).sum(0), **tolerance)
