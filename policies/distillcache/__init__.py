@@ -118,9 +118,9 @@ class DistillCache(Policy):
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """Its trainable side, the ranker."""
-        from .learner import DistillCacheLearner
+        from .learner import learner_for
 
-        return DistillCacheLearner(shape, training)
+        return learner_for(training)
 
     def observe(self, step: Step) -> None:
         """Add a layer to the sums; after the last one, write what the queries gave into the ring."""

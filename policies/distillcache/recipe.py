@@ -18,7 +18,8 @@ class Recipe:
     start: a folder of weights to begin with; none: from fresh ones.
     horizon: tokens that a text goes on for after its prompt, one decision each.
 
-    reinforce: samples, rows of one text that each draw their sets; sampler: "gumbel", as published, or "poisson", which
+    reinforce: samples, rows of one text that each draw their sets; temperature: what scores are divided by when sets
+    are drawn; sampler: "gumbel", as published, or "poisson", which
     follows the law whose probability the gradient is of; gamma: the discount of rewards to come; entropy: the weight of
     a choice's surprise; average: how slowly the moving average of returns forgets; normalise: advantages are divided by
     their spread over a text's samples and steps, which is not in the paper.
@@ -31,6 +32,7 @@ class Recipe:
     start: str | None = None
     horizon: int = 32
     samples: int = 8
+    temperature: float = 1.0
     sampler: Literal["gumbel", "poisson"] = "gumbel"
     gamma: float = 0.99
     entropy: float = 0.01
@@ -45,9 +47,10 @@ class Recipe:
         for name, number in least.items():
             if getattr(self, name) < number:
                 raise UserError(f"distillcache trains with {name} of {number} or more, not {getattr(self, name)}.")
-        if not 0 <= self.gamma <= 1 or not 0 <= self.average < 1 or self.entropy < 0:
+        if not 0 <= self.gamma <= 1 or not 0 <= self.average < 1 or self.entropy < 0 or self.temperature <= 0:
             raise UserError(
-                "distillcache trains with a gamma of 0 to 1, an average from 0 to below 1, and an entropy of 0 or more."
+                "distillcache trains with a gamma of 0 to 1, an average from 0 to below 1, an entropy of 0 or more "
+                "and a temperature above 0."
             )
         if self.start is not None and not Path(self.start).expanduser().is_dir():
             raise UserError(f"There is no folder {self.start} to begin with (--recipe start=...).")

@@ -193,7 +193,7 @@ class _Saved:
 def later_attention(attention: Tensor, after: int, positions: Tensor) -> Tensor:
     """What the tokens of `Reading.read_on` after the first `after` of them give to the entries at `positions`, in the
     mean: of attention `[tokens, stop]` and positions `[.., slots]`, `[.., slots]`."""
-    return attention[after:].mean(0)[positions]
+    return attention[min(after, len(attention) - 1) :].mean(0)[positions]
 
 
 def numbers_of(tokens: Tensor) -> list[int]:
