@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy import GROUP_DIM, GroupReduction, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy import GROUP_DIM, GroupReduction, ModelShape, Policy, Shares, SlotTensor, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """group: how the query heads of one KV head are reduced; the paper's models have one query head per KV head."""
+    """group: how the query heads of one KV head are reduced; the paper's models have one query head per KV head.
+    shares: each KV "head" has its own kept set, as published; one for a "layer" or the "model" is a control."""
 
     group: GroupReduction = "mean"
+    shares: Shares = "head"
 
     def __post_init__(self) -> None:
         if self.group not in ("mean", "max", "sum"):
             raise UserError(f"h2o: group is mean, max or sum, not {self.group!r}.")
+        if self.shares not in ("head", "layer", "model"):
+            raise UserError(f"h2o: shares is head, layer, model, not {self.shares!r}.")
 
 
 class H2O(Policy):
@@ -33,6 +37,10 @@ class H2O(Policy):
 
     Deviations: the authors' code supports one query head per KV head only; under GQA the sums of a group are reduced
     by `group`. Keys keep their original positions (the authors' "streaming" variant re-indexes them).
+
+    shares=layer and shares=model are not the published method but controls, for comparison with methods that keep one
+    set for a layer or for the model: the scores of all KV heads that share the set, each reduced over its group, are
+    added up.
     """
 
     name = "h2o"
@@ -40,6 +48,10 @@ class H2O(Policy):
     paper = "arXiv 2306.14048"
     Config = Settings
     signals = frozenset({"mass"})
+
+    def __init__(self, config: Settings | None = None) -> None:
+        super().__init__(config)
+        self.shares = self.config.shares
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
         """Half of the budget."""
@@ -49,7 +61,15 @@ class H2O(Policy):
         """The running sum: per KV head where the reduction is linear, else per query head."""
         import torch
 
+        if self.shares != "head" and self.config.group != "max":
+            return {}
         return {"mass": SlotTensor(torch.float32, width=shape.group if self.config.group == "max" else 0)}
+
+    def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
+        """The sum over all that share a kept set."""
+        import torch
+
+        return {} if self.shares == "head" else {"mass": SlotTensor(torch.float32)}
 
     def observe(self, step: Step) -> None:
         """Add this pass's column sums."""
@@ -57,11 +77,23 @@ class H2O(Policy):
         assert mass is not None
         if self.config.group == "max":
             step.state["mass"].add_(mass.transpose(2, 3))
+            if self.shares == "head":
+                return
+            if self.shares == "layer" or step.layer == 0:
+                step.shared["mass"].zero_()
+            mass, share = step.state["mass"].amax(-1), 1.0
         else:
             share = 1 / step.shape.group if self.config.group == "mean" else 1
-            step.state["mass"].add_(mass.sum(GROUP_DIM), alpha=share)
+            mass = mass.sum(GROUP_DIM)
+        if self.shares == "head":
+            step.state["mass"].add_(mass, alpha=share)
+        else:
+            total = step.shared["mass"]
+            total.add_(mass.sum(1, keepdim=True).to(total.device), alpha=share)
 
     def score(self, step: Step) -> Tensor:
-        """The accumulated attention, `[rows, kv_heads, slots]`."""
+        """The accumulated attention, `[rows, sets, slots]`."""
+        if self.shares != "head":
+            return step.shared["mass"].to(step.positions.device)
         mass = step.state["mass"]
         return mass.amax(-1) if self.config.group == "max" else mass

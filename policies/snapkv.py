@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import GroupReduction, ModelShape, Phase, Policy, Step, reduce_group
+from evictbench.policy import GroupReduction, ModelShape, Phase, Policy, Shares, SlotTensor, Step, reduce_group
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,13 +19,15 @@ RESELECT_EVERY = 128
 @dataclass(frozen=True)
 class Settings:
     """window: last queries, which vote and are kept; kernel and pool: 1-D pooling of the votes; group: reduction of
-    a KV head's query heads; decode: "reselect" so that the budget holds, or "append" as published."""
+    a KV head's query heads; decode: "reselect" so that the budget holds, or "append" as published. shares: each KV
+    "head" has its own kept set; one for a "layer" or the "model" is a control."""
 
     window: int = 32
     kernel: int = 7
     pool: Literal["max", "avg"] = "max"
     group: GroupReduction = "mean"
     decode: Literal["reselect", "append"] = "reselect"
+    shares: Shares = "head"
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -35,6 +38,7 @@ class Settings:
             ("pool", ("max", "avg")),
             ("group", ("mean", "max", "sum")),
             ("decode", ("reselect", "append")),
+            ("shares", ("head", "layer", "model")),
         ):
             if getattr(self, name) not in allowed:
                 raise UserError(f"snapkv: {name} is {', '.join(allowed)}, not {getattr(self, name)!r}.")
@@ -49,6 +53,10 @@ class SnapKV(Policy):
     Deviations: selection per KV head with a named group reduction (the authors select and store per query head);
     decode="reselect", which the paper does not have: whenever the budget is reached, the last `window` queries select
     again and i = min(128, budget // 8) places are freed. The ring of window queries that this needs is charged.
+
+    shares=layer and shares=model are not the published method but controls, for comparison with methods that keep one
+    set for a layer or for the model: the votes of all KV heads that share the set, each reduced over its group, are
+    added up and then pooled.
     """
 
     name = "snapkv"
@@ -56,6 +64,10 @@ class SnapKV(Policy):
     paper = "arXiv 2404.14469"
     Config = Settings
     signals = frozenset({"window_probs"})
+
+    def __init__(self, config: Settings | None = None) -> None:
+        super().__init__(config)
+        self.shares = self.config.shares
 
     @property
     def window(self) -> int:
@@ -84,13 +96,36 @@ class SnapKV(Policy):
             slots += 1
         return slots + self.charged_state(shape)
 
+    def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
+        """The votes of the layers so far, where the model shares one kept set."""
+        import torch
+
+        return {"votes": SlotTensor(torch.float32)} if self.shares == "model" else {}
+
+    def observe(self, step: Step) -> None:
+        """Where the model shares one kept set, a layer votes once it has attended."""
+        if self.shares == "model" and step.cuts:
+            total = step.shared["votes"]
+            if step.layer == 0:
+                total.zero_()
+            total.add_(self._votes(step).sum(1, keepdim=True).to(total.device))
+
+    def _votes(self, step: Step) -> Tensor:
+        """`[rows, kv_heads, slots]`."""
+        assert step.signals.window_probs is not None
+        return reduce_group(step.signals.window_probs().sum(-2), self.config.group)
+
     def score(self, step: Step) -> Tensor:
-        """Pooled votes; the window itself above everything. `[rows, kv_heads, slots]`."""
+        """Pooled votes; the window itself above everything. `[rows, sets, slots]`."""
         import torch
         import torch.nn.functional as F
 
-        assert step.signals.window_probs is not None
-        votes = reduce_group(step.signals.window_probs().sum(-2), self.config.group)
+        if self.shares == "model":
+            votes = step.shared["votes"].to(step.positions.device)
+        else:
+            votes = self._votes(step)
+            if self.shares == "layer":
+                votes = votes.sum(1, keepdim=True)
         positions = step.positions.expand_as(votes)
         following = step.query_positions[:, -1, None, None] + 1
         in_window = positions >= following - self.window
