@@ -8,18 +8,23 @@ from typing import Annotated
 
 import typer
 
-from evictbench import __version__
+from evictbench import __version__, options
 from evictbench.errors import UserError
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
+SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
+PLOT_EXAMPLE = "evictbench plot results/runs --suite ruler --by task"
 LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
 TRAIN_EXAMPLE = "evictbench train --policy kvpop --data texts.jsonl --steps 500 --out kvpop-mine"
+EXAMPLES = (RUN_EXAMPLE, SWEEP_EXAMPLE, TRAIN_EXAMPLE, PLOT_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)
 
 app = typer.Typer(
     name="evictbench",
     help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
-    epilog="\n\n".join(("Examples:", RUN_EXAMPLE, TRAIN_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)),
+    epilog="\n\n".join(
+        ("Examples:", RUN_EXAMPLE, SWEEP_EXAMPLE, TRAIN_EXAMPLE, PLOT_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)
+    ),
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -31,8 +36,6 @@ listing = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(listing, name="list")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and no table.")]
 
 
 def _version(wanted: bool) -> None:
@@ -46,7 +49,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: options.Debug = False,
 ) -> None:
     pass
 
@@ -64,59 +67,35 @@ def run(
         str | None,
         typer.Option(help="Cache entries per KV head that a decode query may see: 256, or 25% of the text."),
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of the suite, comma-separated. Default: the suite's set.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens per sample, answer included. Default: the suite's.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Samples per task. Default: the suite's.")] = None,
-    model: Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")] = "smollm2",
-    weights: Annotated[
-        str | None,
-        typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
-    ] = None,
-    question: Annotated[
-        str,
-        typer.Option(help="Is the question there while the context is compressed? seen, unseen, default."),
-    ] = "default",
-    prefill: Annotated[
-        str, typer.Option(help="native (as published), dense (cut at the end), bounded (never more held).")
-    ] = "native",
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 512,
-    protocol: Annotated[
-        str, typer.Option(help="A preset of the suite: default, or a paper's own. The options below change it.")
-    ] = "default",
-    repeats: Annotated[int | None, typer.Option(help="Answers per document. Default: the protocol's.")] = None,
-    at: Annotated[int | None, typer.Option(help="The k of pass@k and maj@k. Default: the repeats.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this weight.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens; 0: from all.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.")
-    ] = None,
-    thinking: Annotated[
-        str, typer.Option(help="The chat template's switch for thoughts: on, off, auto (as the template has it).")
-    ] = "auto",
-    max_new_tokens: Annotated[
-        str, typer.Option(help="A number, card (the protocol's), or auto (the same, if the window has room).")
-    ] = "auto",
-    chat: Annotated[str, typer.Option(help="Use the chat template: on, off, auto (if there is one).")] = "auto",
-    skip_overlong: Annotated[
-        bool, typer.Option("--skip-overlong", help="Leave out samples that do not fit the model's window.")
-    ] = False,
-    batch_size: Annotated[int, typer.Option(help="Rows decoded together.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the data and of sampling.")] = 0,
+    tasks: options.Tasks = None,
+    context: options.Context = None,
+    limit: options.Limit = None,
+    model: options.Model = "smollm2",
+    weights: options.Weights = None,
+    question: options.Question = "default",
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    protocol: options.Protocol = "default",
+    repeats: options.Repeats = None,
+    at: options.At = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    thinking: options.Thinking = "auto",
+    max_new_tokens: options.MaxNewTokens = "auto",
+    chat: options.Chat = "auto",
+    skip_overlong: options.SkipOverlong = False,
+    batch_size: options.BatchSize = 8,
+    seed: options.Seed = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")] = "auto",
-    data_dir: Annotated[Path | None, typer.Option(help="Folder with data files for tasks that need them.")] = None,
-    haystack: Annotated[Path | None, typer.Option(help="Essay haystack: a text file, a folder, or hub.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("results/runs"),
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
-    as_json: Json = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    dtype: options.Dtype = "auto",
+    data_dir: options.DataDir = None,
+    haystack: options.Haystack = None,
+    out: options.Out = Path("results/runs"),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Run one model on one suite under one policy and budget; what is finished is not run again."""
     given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
@@ -124,6 +103,70 @@ def run(
     from evictbench.settings import Settings
 
     raise typer.Exit(run_and_show(Settings(**given), as_json))
+
+
+@app.command(epilog=f"Example: {SWEEP_EXAMPLE}")
+def sweep(
+    call: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help="A YAML file of the same words, and of overrides in some cells.")
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Policies, comma-separated, with their settings; the full cache is added.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets, comma-separated: 128,256 or 10%,25%.")] = None,
+    suites: Annotated[str | None, typer.Option(help="Suites, comma-separated.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="local (a worker process on each GPU, or on the CPU) or ray (tasks on a cluster).")
+    ] = "local",
+    shards: Annotated[int, typer.Option(help="Jobs that each cell's documents are dealt to.")] = 1,
+    gpus_per_cell: Annotated[
+        float | None, typer.Option(help="GPUs of each job; with Ray also a part of one (0.5). Default: 1, if any.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells with tokens, memory and time, and run nothing.")
+    ] = False,
+    skip_impossible: Annotated[
+        bool, typer.Option("--skip-impossible", help="Leave out cells that cannot be, such as too small a budget.")
+    ] = False,
+    tasks: options.Tasks = None,
+    context: options.Context = None,
+    limit: options.Limit = None,
+    model: options.Model = "smollm2",
+    weights: options.Weights = None,
+    question: options.Question = "default",
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    protocol: options.Protocol = "default",
+    repeats: options.Repeats = None,
+    at: options.At = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    thinking: options.Thinking = "auto",
+    max_new_tokens: options.MaxNewTokens = "auto",
+    chat: options.Chat = "auto",
+    skip_overlong: options.SkipOverlong = False,
+    batch_size: options.BatchSize = 8,
+    seed: options.Seed = 0,
+    device: Annotated[str, typer.Option(help="auto (every GPU), cpu, or some GPUs: cuda:0,cuda:2.")] = "auto",
+    dtype: options.Dtype = "auto",
+    data_dir: options.DataDir = None,
+    haystack: options.Haystack = None,
+    out: options.Out = Path("results/runs"),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run every policy at every budget on every suite, the full cache beside them; finished cells are not run again."""
+    given = {name: value for name, value in locals().items() if name not in ("call", "file", "as_json")}
+    from evictbench.sweep_command import How, sweep_and_show
+
+    how = How(**{field: given.pop(field) for field in How.__dataclass_fields__})
+    # What was not said is left to the file, and to the defaults behind it.
+    words = {name: value for name, value in given.items() if "COMMANDLINE" in str(call.get_parameter_source(name))}
+    raise typer.Exit(sweep_and_show(file, words, how, as_json))
 
 
 @app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
@@ -167,8 +210,8 @@ def train(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
-    as_json: Json = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Train a learned policy's weights; the same command again goes on where it was stopped."""
     given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
@@ -178,8 +221,49 @@ def train(
     raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json))
 
 
+@app.command(epilog=f"Example: {PLOT_EXAMPLE}")
+def plot(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs, or of one trace.")] = Path("results/runs"),
+    figures: Annotated[
+        str | None,
+        typer.Option(
+            help="Of runs: budget, bytes, fidelity, errors; of a trace: latency, memory, retention, kept. "
+            "Default: all that there is data for."
+        ),
+    ] = None,
+    metric: Annotated[str, typer.Option(help="score, or another metric of the tasks (kl, agreement, ...).")] = "score",
+    by: Annotated[
+        str | None, typer.Option(help="A panel for each value of a column: task, context, question, prefill, ...")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
+    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
+    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
+    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
+    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option(help="Columns in which policies may differ in one plot, where it is meant: prefill.")
+    ] = None,
+    paired: Annotated[
+        bool, typer.Option("--paired", help="Only documents that every policy and budget has answered.")
+    ] = False,
+    form: Annotated[
+        str, typer.Option("--format", help="Pictures: png, svg; the same numbers as text: table, csv, latex, markdown.")
+    ] = "png,svg",
+    out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("results/plots"),
+    debug: options.Debug = False,
+) -> None:
+    """Draw results and traces, or print the numbers that the pictures show."""
+    given = {name: value for name, value in locals().items() if name not in ("form", "where", "debug")}
+    from evictbench.plot import Request, plot_and_show
+
+    raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form)))
+
+
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")
-def list_policies(as_json: Json = False) -> None:
+def list_policies(as_json: options.Json = False) -> None:
     """The eviction policies, with their settings."""
     from evictbench import catalogue
 
@@ -187,7 +271,7 @@ def list_policies(as_json: Json = False) -> None:
 
 
 @listing.command("suites", epilog="Example: evictbench list suites --json")
-def list_suites(as_json: Json = False) -> None:
+def list_suites(as_json: options.Json = False) -> None:
     """The suites, with their tasks."""
     from evictbench import catalogue
 
@@ -195,7 +279,7 @@ def list_suites(as_json: Json = False) -> None:
 
 
 @listing.command("models", epilog="Example: evictbench list models")
-def list_models(as_json: Json = False) -> None:
+def list_models(as_json: options.Json = False) -> None:
     """Models to start with; any other may be named by its folder or hub id."""
     from evictbench import catalogue
 
@@ -203,7 +287,7 @@ def list_models(as_json: Json = False) -> None:
 
 
 @app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")
-def doctor(as_json: Json = False) -> None:
+def doctor(as_json: options.Json = False) -> None:
     """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
     from evictbench import catalogue
 

@@ -37,6 +37,10 @@ Key = tuple[str, int, int]
 """A sample: its task, the number of its document, and its repeat."""
 
 
+class Held(UserError):
+    """Another process is writing to that folder."""
+
+
 def fingerprint(identity: Mapping[str, Any]) -> str:
     """Twelve hex digits that stand for everything in `identity`, in any order, and for `RESULTS_VERSION`."""
     whole = json.dumps({**identity, "results_version": RESULTS_VERSION}, sort_keys=True, ensure_ascii=True)
@@ -112,7 +116,7 @@ class RunFolder:
 def open_run(path: Path, identity: Mapping[str, Any]) -> Iterator[RunFolder]:
     """Hold a cell's folder, made if need be, with the finished samples in it; a torn last line is cut off.
 
-    Raises UserError if another process holds it, or if it holds something else.
+    Raises Held if another process holds it, UserError if it holds something else.
     """
     from filelock import FileLock, Timeout
 
@@ -121,7 +125,7 @@ def open_run(path: Path, identity: Mapping[str, Any]) -> Iterator[RunFolder]:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
-        raise UserError(f"Another run is writing to {path}: wait for it to end, or stop it.") from None
+        raise Held(f"Another run is writing to {path}: wait for it to end, or stop it.") from None
     except OSError as error:
         raise UserError(f"Results cannot be written to {path}: {error.strerror or error}.") from error
     try:
@@ -175,7 +179,7 @@ def read_runs(root: Path) -> pd.DataFrame:
 
     if not root.is_dir():
         raise UserError(f"There is no folder {root}.")
-    found = sorted(root.rglob(RUN))
+    found = sorted(file for file in root.rglob(RUN) if not _is_hidden(file.relative_to(root)))
     if not found:
         raise UserError(f"{root} is not a folder of evictbench results: there is no {RUN} in it.")
     rows = []
@@ -249,6 +253,11 @@ def _is_run(file: Path) -> bool:
         return bool({"results_version", "fingerprint", "identity", "sessions"} <= content.keys())
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def _is_hidden(path: Path) -> bool:
+    """Inside a folder whose name begins with a dot: a part of a cell that is not merged into it yet."""
+    return any(name.startswith(".") for name in path.parts[:-1])
 
 
 def _plain(name: str) -> str:

@@ -1,0 +1,54 @@
+"""Options that commands share, as the command line takes them. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and no table.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+Tasks = Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated. Default: the suite's set.")]
+Context = Annotated[int | None, typer.Option(help="Tokens per sample, answer included. Default: the suite's.")]
+Limit = Annotated[int | None, typer.Option(help="Samples per task. Default: the suite's.")]
+Model = Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
+]
+Question = Annotated[
+    str,
+    typer.Option(help="Is the question there while the context is compressed? seen, unseen, default."),
+]
+Prefill = Annotated[str, typer.Option(help="native (as published), dense (cut at the end), bounded (never more held).")]
+Chunk = Annotated[int, typer.Option(help="Prompt tokens per forward pass.")]
+Protocol = Annotated[
+    str, typer.Option(help="A preset of the suite: default, or a paper's own. The options below change it.")
+]
+Repeats = Annotated[int | None, typer.Option(help="Answers per document. Default: the protocol's.")]
+At = Annotated[int | None, typer.Option(help="The k of pass@k and maj@k. Default: the repeats.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this weight.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens; 0: from all.")]
+MinP = Annotated[float | None, typer.Option(help="Draw from tokens at least this likely, relative to the likeliest.")]
+Thinking = Annotated[
+    str, typer.Option(help="The chat template's switch for thoughts: on, off, auto (as the template has it).")
+]
+MaxNewTokens = Annotated[
+    str, typer.Option(help="A number, card (the protocol's), or auto (the same, if the window has room).")
+]
+Chat = Annotated[str, typer.Option(help="Use the chat template: on, off, auto (if there is one).")]
+SkipOverlong = Annotated[
+    bool, typer.Option("--skip-overlong", help="Leave out samples that do not fit the model's window.")
+]
+BatchSize = Annotated[int, typer.Option(help="Rows decoded together.")]
+Seed = Annotated[int, typer.Option(help="Seed of the data and of sampling.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with data files for tasks that need them.")]
+Haystack = Annotated[Path | None, typer.Option(help="Essay haystack: a text file, a folder, or hub.")]
+Out = Annotated[Path, typer.Option(help="Folder for results.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]

@@ -1,0 +1,164 @@
+"""`evictbench sweep`: from words to cells, what they would take, and the sweep on the terminal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench import registry
+from evictbench.catalogue import console_for
+from evictbench.errors import UserError
+from evictbench.run_command import quieten
+from evictbench.sweep_grid import cells_of, grid_of, read_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evictbench.settings import Settings
+    from evictbench.sweep import Executor, Impossible
+    from evictbench.sweep_progress import Cell
+
+EXECUTORS = ("local", "ray")
+
+
+@dataclass(frozen=True)
+class How:
+    """How a sweep is run. gpus_per_cell: None for one where there are any."""
+
+    executor: str = "local"
+    shards: int = 1
+    gpus_per_cell: float | None = None
+    skip_impossible: bool = False
+    dry_run: bool = False
+    debug: bool = False
+
+
+def sweep_and_show(file: Path | None, words: Mapping[str, Any], how: How, as_json: bool) -> int:
+    """Run a sweep on the terminal; the exit code. `words` of the command line go before those of the file."""
+    quieten()
+    settings = cells_of(grid_of({**(read_file(file) if file else {}), **words}))
+    executor, settings = _executor(settings, how)
+    from evictbench.sweep import plan_cells
+    from evictbench.sweep_table import SweepTable
+
+    with SweepTable(console_for(stderr=True)) as table:
+        cells, impossible = plan_cells(settings, table.phase)
+    report = console_for(stderr=as_json)
+    if how.dry_run:
+        _show_dry_run(cells, impossible, report, as_json)
+    if impossible and not how.skip_impossible:
+        raise UserError(_refusal(impossible, len(cells) + len(impossible)))
+    return 0 if how.dry_run else _run(cells, impossible, executor, how, report, as_json)
+
+
+def _run(
+    cells: Sequence[Cell],
+    impossible: Sequence[Impossible],
+    executor: Executor,
+    how: How,
+    report: Console,
+    as_json: bool,
+) -> int:
+    from evictbench.sweep import FAILURE, sweep
+    from evictbench.sweep_table import SweepTable, as_data, result_table
+
+    console = console_for(stderr=True)
+    stopped = False
+    with SweepTable(console) as table:
+        for one in impossible:
+            table.warn(f"left out: {one.title}: {one.sentence}")
+        try:
+            sweep(cells, executor, table, how.shards)
+        except KeyboardInterrupt:
+            stopped = True
+    report.print(result_table(cells))
+    if as_json:
+        print(json.dumps([as_data(cell) for cell in cells], indent=2, ensure_ascii=False))
+    for cell in cells:
+        if cell.state == "failed":
+            print(f"failed: {cell.title}: {cell.sentence} ({cell.plan.folder / FAILURE})", file=sys.stderr)
+            if how.debug and cell.trace:
+                print(cell.trace, file=sys.stderr)
+    command = shlex.join(["evictbench", *sys.argv[1:]])
+    if stopped:
+        kept = sum(cell.done for cell in cells)
+        print(f"Stopped; {kept} finished samples are kept. To go on: {command}", file=sys.stderr)
+        return 130
+    failed = sum(cell.state == "failed" for cell in cells)
+    if failed:
+        print(f"{failed} of {len(cells)} cells failed. To try them again: {command}", file=sys.stderr)
+        return 1
+    report.print(f"written to {cells[0].plan.settings.out}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _executor(settings: Sequence[Settings], how: How) -> tuple[Executor, list[Settings]]:
+    """Who does the jobs, and the settings with what decides that taken from them: the devices."""
+    if how.executor not in EXECUTORS:
+        raise registry.unknown("executor", how.executor, EXECUTORS)
+    if how.shards < 1:
+        raise UserError(f"--shards is {how.shards}; it has to be at least 1.")
+    gpus = how.gpus_per_cell
+    if gpus is not None and gpus < 0:
+        raise UserError(f"--gpus-per-cell is {gpus:g}; it has to be 0 or more.")
+    devices = sorted({one.device for one in settings})
+    if how.executor == "ray":
+        from evictbench.sweep_ray import RayTasks
+
+        if devices != ["auto"]:
+            raise UserError("--executor ray gives each cell its GPUs: leave out --device; --gpus-per-cell counts them.")
+        return RayTasks(gpus), list(settings)
+    if len(devices) > 1:
+        raise UserError(f"A sweep has one --device for all cells, and overrides name {' and '.join(devices)}.")
+    if gpus is not None and (gpus < 1 or gpus != int(gpus)):
+        raise UserError(f"--gpus-per-cell {gpus:g}: on this machine a worker has one GPU or several, whole.")
+    from evictbench.sweep_local import LocalWorkers, places
+
+    found = places(devices[0], int(gpus or 1))
+    return LocalWorkers(found), [replace(one, device=found[0].device) for one in settings]
+
+
+def _show_dry_run(cells: Sequence[Cell], impossible: Sequence[Impossible], report: Console, as_json: bool) -> None:
+    from evictbench.progress import duration
+    from evictbench.sweep_estimate import estimate
+    from evictbench.sweep_table import as_data, dry_table
+
+    estimates = estimate(cells, cells[0].plan.settings.out)
+    if as_json:
+        rows = [{**as_data(cell), "estimate": asdict(found)} for cell, found in zip(cells, estimates, strict=True)] + [
+            {"title": one.title, "state": "impossible", "failure": one.sentence} for one in impossible
+        ]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+
+    def say(text: str) -> None:
+        report.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    report.print(dry_table(cells, estimates, impossible))
+    samples = sum(found.samples for found in estimates)
+    seconds = sum(found.seconds for found in estimates)
+    say(
+        f"{len(cells)} cells, {samples:,} samples to make, {sum(found.prompt_tokens for found in estimates):,} prompt "
+        f"tokens, at most {sum(found.answer_tokens for found in estimates):,} answer tokens, about {duration(seconds)} "
+        "for one worker, loading not counted"
+    )
+    sources: dict[str, int] = {}
+    for found in estimates:
+        if found.samples:
+            sources[found.timed_by] = sources.get(found.timed_by, 0) + 1
+    for words, count in sources.items():
+        say(f"  time of {count} cell{'s' if count > 1 else ''} from {words}")
+    say("  cache: all rows filled; prompt peak: one prompt at its fullest; both without the weights")
+    for one in impossible:
+        say(f"  impossible: {one.title}: {one.sentence}")
+
+
+def _refusal(impossible: Sequence[Impossible], total: int) -> str:
+    named = " ".join(f"{one.title}: {one.sentence}" for one in impossible[:3])
+    more = f" (and {len(impossible) - 3} more)" if len(impossible) > 3 else ""
+    return f"{len(impossible)} of {total} cells cannot be{more}; --skip-impossible leaves them out. {named}"
