@@ -1,0 +1,282 @@
+"""`evictbench plot`: results and traces as pictures, or as the numbers that the pictures show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evictbench import plot_print
+from evictbench.errors import UserError
+from evictbench.registry import split_policies, unknown
+from evictbench.trace_schema import is_trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+PICTURES = ("png", "svg")
+OF_RUNS = {
+    "budget": "budget against score",
+    "bytes": "bytes held against score",
+    "fidelity": "budget against KL and perplexity",
+    "errors": "how the answers that lost score ended",
+}
+OF_TRACES = {
+    "latency": "position against milliseconds a step",
+    "memory": "position against bytes",
+    "retention": "which positions live, over time, and by layer and head",
+    "kept": "where kept tokens lie, and how many a recency window would hold too",
+}
+"""What can be drawn of runs, and of traces."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `evictbench plot`, as given."""
+
+    folder: Path
+    figures: str | None = None
+    metric: str = "score"
+    by: str | None = None
+    suite: str | None = None
+    model: str | None = None
+    task: str | None = None
+    policy: str | None = None
+    budget: str | None = None
+    where: tuple[str, ...] = ()
+    allow: str | None = None
+    paired: bool = False
+    format: str = "png,svg"
+    out: Path = Path("results/plots")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """One figure: the name of its files, its title, its numbers, and how it is drawn from them."""
+
+    name: str
+    title: str
+    numbers: pd.DataFrame
+    draw: Callable[[pd.DataFrame], Figure]
+
+
+def plot_and_show(request: Request) -> int:
+    """Write the pictures or print the numbers; the exit code."""
+    forms = _formats(request.format)
+    names = _figures(request)
+    if set(forms) & set(PICTURES):
+        _check_out(request.out)
+    drawings = list(_drawings(request, names, _say))
+    texts = [form for form in forms if form in plot_print.TEXTS]
+    for drawing in drawings:
+        for form in texts:
+            if len(drawings) > 1 and form in ("csv", "markdown"):
+                print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
+            print(plot_print.as_text(drawing.numbers, form, drawing.title))
+            print()
+    for file in _write(drawings, [form for form in forms if form in PICTURES], request.out):
+        print(f"written to {file}")
+    return 0
+
+
+def _say(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr)
+
+
+def _write(drawings: Sequence[Drawing], forms: Sequence[str], out: Path) -> Iterator[Path]:
+    import matplotlib as mpl
+
+    from evictbench.plot_figures import SETTINGS
+
+    if not forms:
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for drawing in drawings:
+            with mpl.rc_context(SETTINGS):
+                figure = drawing.draw(drawing.numbers)
+                for form in forms:
+                    file = out / f"{drawing.name}.{form}"
+                    metadata = {"Date": None} if form == "svg" else {}
+                    figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.08, metadata=metadata)
+                    yield file
+    except OSError as error:
+        raise UserError(f"Plots cannot be written to {out}: {error.strerror or error}.") from error
+
+
+def _check_out(out: Path) -> None:
+    import os
+
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise UserError(f"{parent} is a file; plots need a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"Plots cannot be written to {out}: no permission in {parent}.")
+
+
+def _formats(text: str) -> list[str]:
+    forms = _words(text)
+    for form in forms:
+        if form not in (*PICTURES, *plot_print.TEXTS):
+            raise unknown("format", form, (*PICTURES, *plot_print.TEXTS))
+    if not forms:
+        raise UserError(f"--format names nothing: {', '.join((*PICTURES, *plot_print.TEXTS))}.")
+    return forms
+
+
+def _figures(request: Request) -> list[str] | None:
+    """The figures asked for, checked; None: all that there is data for."""
+    if not request.folder.is_dir():
+        raise UserError(f"There is no folder {request.folder}.")
+    known, others = (OF_TRACES, OF_RUNS) if is_trace(request.folder) else (OF_RUNS, OF_TRACES)
+    if request.figures is None:
+        return None
+    names = _words(request.figures)
+    for name in names:
+        if name in others:
+            kind = "runs" if name in OF_RUNS else "a trace"
+            raise UserError(f"The figure {name} is of {kind}, and {request.folder} is not: name another folder.")
+        if name not in known:
+            raise unknown("figure", name, known)
+    return names
+
+
+def _drawings(request: Request, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
+    if is_trace(request.folder):
+        from evictbench.plot_trace import drawings as of_trace
+
+        yield from of_trace(request, names)
+    else:
+        yield from _of_runs(request, names, warn)
+
+
+def _of_runs(request: Request, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
+    from evictbench import plot_select as select
+    from evictbench.results_frame import metric_column, read_results
+
+    samples = select.choose(read_results(request.folder, text=False), _filters(request))
+    if request.by is not None:
+        select.check_column(request.by)
+    allowed = _words(request.allow or "")
+    for name in allowed:
+        select.check_column(name)
+    column = metric_column(samples, request.metric)
+    if column.endswith("_seconds"):
+        raise UserError(f"{request.metric} of a run says little about speed: plot a trace (evictbench trace).")
+    samples = samples[samples[column].notna()]
+    groups = samples.groupby(["suite", "model"], observed=True)
+    for (suite, model), group in groups:
+        panels = {}
+        for panel, part in _panels(group, request.by):
+            where = ", ".join(filter(None, (suite, model, panel)))
+            select.check_one_protocol(part, where, allowed)
+            whole, left_out = select.whole_tasks(part)
+            whole = select.paired(whole) if request.paired else whole
+            for sentence in (*left_out, *select.uneven(whole)):
+                warn(f"{where}: {sentence}")
+            panels[panel] = whole
+        yield from _of_group(request, names, suite, model, panels)
+
+
+def _of_group(
+    request: Request, names: Sequence[str] | None, suite: str, model: str, panels: Mapping[str, pd.DataFrame]
+) -> Iterator[Drawing]:
+    from evictbench import plot_data, plot_figures
+
+    metric = request.metric
+    compared = all(
+        f"metric_{name}" in part and part[f"metric_{name}"].notna().any()
+        for part in panels.values()
+        for name in ("kl", "ppl_ratio")
+    )
+    if names is None:
+        names = [name for name in OF_RUNS if compared or name != "fidelity"]
+        names = [name for name in names if not (compared and name == "errors")]
+    elif "fidelity" in names and not compared:
+        raise UserError(f"{suite} has no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.")
+    title = f"{suite} on {model}: {_tasks_said(panels.values(), request.by)}"
+    for name in names:
+        file = "-".join(
+            filter(
+                None,
+                (
+                    name,
+                    "" if metric == "score" or name in ("errors", "fidelity") else metric,
+                    suite,
+                    model,
+                    "" if request.by is None else f"by-{request.by}",
+                ),
+            )
+        )
+        file = re.sub(r"[^\w.+=-]", "_", file)
+        if name == "errors":
+            yield Drawing(
+                file, title, plot_data.error_modes(panels), lambda frame: plot_figures.error_bars(frame, title)
+            )
+        elif name == "fidelity":
+            yield Drawing(
+                file,
+                title,
+                plot_data.fidelity_points(panels),
+                lambda frame: plot_figures.against_budget(frame, "", title),
+            )
+        else:
+            points = plot_data.budget_points(panels, metric)
+            draw = plot_figures.against_budget if name == "budget" else plot_figures.against_bytes
+            yield Drawing(file, title, points, lambda frame, draw=draw: draw(frame, metric, title))
+
+
+def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The samples of each panel. By budget or policy, those without a budget go into every panel."""
+    from evictbench.plot_select import said
+
+    if by is None:
+        yield "", samples
+        return
+    values = samples[by].astype(object).map(said)
+    everywhere = samples["budget"].isna() if by in ("budget", "prefill", "chunk") else values != values
+    distinct = [value for value in dict.fromkeys(values) if (~everywhere & (values == value)).any()]
+    for value in sorted(
+        distinct, key=lambda text: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+    ):
+        yield (
+            f"{by} {value}" if by not in ("task", "suite", "model", "policy") else value,
+            samples[(values == value) | everywhere],
+        )
+
+
+def _tasks_said(panels: Iterable[pd.DataFrame], by: str | None) -> str:
+    """ "mean of 2 tasks, 16 samples each", or "niah_single_1, 12 to 16 samples"."""
+    import pandas as pd
+
+    samples = pd.concat([part[["policy", "budget", "task", "doc_id"]].astype(object) for part in panels])
+    tasks = sorted(samples["task"].unique())
+    sizes = samples.fillna({"budget": ""}).drop_duplicates().groupby(["policy", "budget", "task"]).size()
+    count = str(sizes.min()) if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"
+    if len(tasks) == 1:
+        return f"{tasks[0]}, {count} samples"
+    return f"{'' if by == 'task' else 'mean of '}{len(tasks)} tasks, {count} samples each"
+
+
+def _filters(request: Request) -> dict[str, list[str]]:
+    chosen: dict[str, list[str]] = {}
+    for column in ("suite", "model", "task", "budget"):
+        given = getattr(request, column)
+        if given is not None:
+            chosen[column] = _words(given)
+    if request.policy is not None:
+        chosen["policy"] = split_policies(request.policy)
+    for pair in request.where:
+        column, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--where takes column=value, and not {pair!r}.")
+        chosen.setdefault(column.strip(), []).append(value.strip())
+    return chosen
+
+
+def _words(text: str) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
