@@ -303,8 +303,8 @@ def _identity(
             "max_new_tokens": settings.max_new_tokens,
             "card_limit": chosen.preset.max_new_tokens,
             "prefill": settings.prefill,
-            # The chunk changes what a bounded prefill evicts, and nothing else.
-            "chunk": settings.chunk if mode == "bounded" and checked.budget is not None else None,
+            # The chunk changes what a bounded prefill evicts, and what such a policy does.
+            "chunk": settings.chunk if (mode == "bounded" or policy.chunked) and checked.budget is not None else None,
             # How many repeats there are is no part of what a sample is: more of them extend a run.
             "differs": sorted(differs.keys() - {"repeats"}),
         },

@@ -240,9 +240,11 @@ def _check_occupancy(plan: Plan, folder: records.RunFolder, planned: Planned, co
     if budget is None or not plan.policy.guarded:
         return
     allowed = budget.at(planned.compressible, len(planned.prompt.ids) + len(completion.tokens))
-    if completion.occupancy_max > allowed:
+    # Where heads differ the budget is their mean.
+    seen = completion.occupancy_mean if plan.policy.ragged else completion.occupancy_max
+    if seen > allowed:
         raise RunFailed(
-            f"{plan.checked.chosen.label} let a decode query see {completion.occupancy_max} entries where the budget "
+            f"{plan.checked.chosen.label} let a decode query see {seen:g} entries where the budget "
             f"allows {allowed} ({planned.prompt.task}, sample {planned.prompt.doc_id}); this is a fault of the policy "
             f"or of the engine, and that sample is not kept. {len(folder.samples)} finished samples are in "
             f"{folder.path}."
