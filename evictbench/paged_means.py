@@ -71,7 +71,6 @@ def _absorb(policy: Policy, pools: Sequence[PagePool], owners: Tensor | slice, v
     fronts = torch.stack([pool.front(counts.shape[2])[owners] for pool in pools])
     leaves = leaves & (room > 0)
     keys = gathered("keys", fronts).to(counts.dtype)
-    victims = victims.clamp(min=0)
     key, value = gathered("keys", victims).to(counts.dtype), gathered("values", victims).to(counts.dtype)
     at = policy.joins(keys, counts, room, key).clamp(max=counts.shape[2] - 1)[..., None]
     slots = fronts.gather(2, at)[..., 0]

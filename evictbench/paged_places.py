@@ -52,7 +52,7 @@ class Places:
         rivals = torch.zeros_like(base).index_add_(0, owner, (~protected).sum(-1))
         places = torch.stack([pool.beside["places"] for pool in pools]) + grown
         leaves = rivals.view(count, size) > places
-        victims = ((latest & 0xFFFFFFFF) - base).view(count, size)
+        victims = torch.where(leaves, ((latest & 0xFFFFFFFF) - base).view(count, size), 0)
         if owners is None:
             chosen: Tensor | slice = slice(0, rows)
             reusable = torch.where(leaves, victims, -1)

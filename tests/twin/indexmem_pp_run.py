@@ -71,13 +71,13 @@ class Rules:
 
 @dataclass
 class Told:
-    """What happened. seen: per query, the positions that each head saw; kept: by tokens seen, what the next sees of
-    them; counts: by tokens seen, the entries of each centroid. closest: how nearly it could have been otherwise."""
+    """What happened. seen: per query, the positions that each head saw; counts: likewise, the entries of each centroid.
+    places: of each pool at the end of the context. closest: how nearly it could have been otherwise."""
 
     logits: Tensor
     seen: list[dict[Head, list[int]]]
+    counts: list[dict[Head, list[int]]]
     places: dict[Head, int]
-    counts: dict[int, dict[Head, list[int]]]
     closest: float
 
 
@@ -103,7 +103,7 @@ class Run:
         self.compressed = False
         self.logits: list[Tensor] = []
         self.seen: list[dict[Head, list[int]]] = []
-        self.counts: dict[int, dict[Head, list[int]]] = {}
+        self.counts: list[dict[Head, list[int]]] = []
 
     def read(self, tokens: Sequence[int]) -> None:
         """One forward pass."""
@@ -112,6 +112,7 @@ class Run:
         ends_context = positions[-1] + 1 == self.rules.context
         self.middles += [start + len(tokens) // 2 for _ in positions]
         self.seen += [{} for _ in positions]
+        self.counts += [{} for _ in positions]
         with torch.no_grad():
             hidden = self.dense.embed(tokens)
             for layer in range(self.dense.layers):
@@ -122,6 +123,7 @@ class Run:
                         at = layer, kv_head
                         self.turn(at, q)
                         self.seen[q][at] = self.visible(at, q)
+                        self.counts[q][at] = [c.count for c in self.centroids[at]] if self.compressed else []
                         for head in range(kv_head * self.dense.group, (kv_head + 1) * self.dense.group):
                             attended[q - start, head] = self.attend(at, head, q)
                 if ends_context:
@@ -129,7 +131,6 @@ class Run:
                 hidden = self.dense.finish(layer, hidden, attended)
             self.logits += list(self.dense.logits(hidden))
         self.compressed = self.compressed or ends_context
-        self.counts[len(self.logits)] = {at: [c.count for c in self.centroids[at]] for at in self.everyone}
 
     def enter(self, layer: int, hidden: Tensor, positions: range) -> None:
         queries, keys, values = self.dense.project(layer, hidden)
@@ -227,4 +228,4 @@ class Run:
 
     def told(self) -> Told:
         gaps = [gap for pool in self.pools.values() for gap in pool.gaps if gap > 0]
-        return Told(torch.stack(self.logits), self.seen, self.places, self.counts, min(gaps, default=math.inf))
+        return Told(torch.stack(self.logits), self.seen, self.counts, self.places, min(gaps, default=math.inf))

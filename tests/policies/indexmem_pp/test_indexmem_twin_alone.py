@@ -112,11 +112,10 @@ def test_counts_and_places(case: Case) -> None:
         if q >= case.context:
             mean = sum(map(len, by_head.values())) / len(by_head) + rules.slots
             assert mean <= rules.at(q + 1)
-    for read, of_heads in twin.counts.items():
-        for at, counts in of_heads.items():
-            if rules.slots and read >= case.context:
-                assert sum(counts) == read - len(twin.seen[read - 1][at]) or read == case.context
-                assert len(counts) <= rules.slots
+            if rules.slots and q >= case.context:
+                for at, seen in by_head.items():
+                    assert sum(twin.counts[q][at]) == q + 1 - len(seen)
+                    assert len(twin.counts[q][at]) <= rules.slots
 
 
 @quick

@@ -1,0 +1,116 @@
+"""IndexMem++ as the engine runs it, with scores that it is told, and the comparison with its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from indexmem_cases import Case, told
+from torch import Tensor
+
+from evictbench.paged import PagedCache
+from evictbench.policies.indexmem_pp import IndexMem, Settings
+from evictbench.policies.indexmem_pp.centroids import starts
+from evictbench.policy import Arriving
+from twin.indexmem_pp_run import Run, Told
+
+
+class ToldScores(IndexMem):
+    """IndexMem++ whose scores and rates are tables `[layers, kv_heads, tokens]`, by position."""
+
+    taps = frozenset()  # type: ignore[assignment]
+
+    def __init__(self, config: Any, scores: Tensor, rates: Tensor) -> None:
+        super().__init__(config)
+        self.table = torch.stack((scores, rates), dim=-1)
+
+    def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
+        at = arriving.positions.long().clamp(min=0)
+        return {"score": self.table[arriving.layer][:, at].transpose(0, 1)}
+
+
+def policy_of(case: Case, cls: type[ToldScores] = ToldScores) -> ToldScores:
+    rules = case.rules
+    config = Settings(
+        sinks=rules.sinks,
+        window=rules.window,
+        centroids=rules.centroids,
+        budgets=rules.budgets,
+        floor=rules.floor,
+        deadlines=rules.deadlines,
+    )
+    return cls(config, *case.worths())
+
+
+def budget_of(case: Case) -> int | str:
+    budget = case.rules.budget
+    return budget if isinstance(budget, int) else f"{budget * 100:g}%"
+
+
+def new_cache(case: Case, policy: IndexMem | None = None, **settings: Any) -> PagedCache:
+    return PagedCache(
+        case.model(),
+        policy or policy_of(case),
+        budget_of(case),
+        prefill=case.rules.prefill,
+        **{"prompt_length": case.context, **settings},
+    )
+
+
+def feed(model: Any, cache: PagedCache, tokens: list[int]) -> Tensor:
+    """Logits of one sequence's next tokens, `[tokens, vocabulary]`."""
+    start = cache.seen[0] if cache.seen else 0
+    with torch.no_grad(), cache.listening():
+        logits: Tensor = model(
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.arange(start, start + len(tokens))[None],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits[0]
+    return logits
+
+
+def kept(cache: PagedCache, layer: int, head: int, row: int = 0) -> list[int]:
+    """Without centroids, ascending."""
+    return [position for position in cache.kept(layer, row)[head].tolist() if position >= 0]
+
+
+def counts(cache: PagedCache, layer: int, head: int, row: int = 0) -> list[int]:
+    """How many entries each centroid of a head stands for."""
+    pool = cache.layers[layer].pool
+    if pool is None:
+        return []
+    found = pool.beside["counts"][cache.owners(row)[head]]
+    return [int(count) for count in found[found > 0]]
+
+
+def first_clusters(case: Case) -> Callable[[int, int, int], list[int]]:
+    """Where the policy's clusters start."""
+    return lambda layer, kv_head, evicted: starts(evicted, case.rules.slots).tolist()
+
+
+def twin_of(case: Case, run: type[Run] = Run) -> Told:
+    return told(case, run, first_clusters(case))
+
+
+def check(case: Case, cls: type[ToldScores] = ToldScores, run: type[Run] = Run) -> None:
+    """The same logits, kept positions, centroids and occupancy, after every pass."""
+    twin = twin_of(case, run)
+    cache = new_cache(case, policy_of(case, cls))
+    measured: list[list[int]] = []
+    for begin, end in case.parts:
+        logits = feed(case.model(), cache, case.tokens[begin:end])
+        torch.testing.assert_close(logits, twin.logits[begin:end], atol=1e-9, rtol=0)
+        assert cache.nbytes() == cache.bytes_held
+        # What the policy holds is already what the next query sees.
+        for (layer, head), seen in twin.seen[end].items() if end < case.length else ():
+            assert kept(cache, layer, head) == seen[:-1], (end, layer, head)
+            if end >= case.context:
+                assert counts(cache, layer, head) == twin.counts[end][layer, head], (end, layer, head)
+        if begin >= case.context and end == begin + 1:
+            measured.append([len(seen) + len(twin.counts[begin][at]) for at, seen in twin.seen[begin].items()])
+    occupancy = cache.occupancy[0]
+    assert occupancy.steps == len(measured)
+    assert occupancy.largest == max(map(max, measured), default=0)
+    assert abs(occupancy.total - sum(sum(heads) / len(heads) for heads in measured)) < 1e-6
