@@ -212,7 +212,8 @@ class H2O(Rule):
 
 @dataclass(frozen=True)
 class SnapKV(Rule):
-    """What the last `window` queries look at among the held keys, smoothed along the positions.
+    """What the last `window` queries look at among the held keys, in all heads together that share a kept set, smoothed
+    along the positions.
 
     `decode="reselect"`: when full, cut to budget - i, where i = min(128, budget // 8) and at least 1.
     `decode="append"`: cut to the budget in the prompt, then never again.
@@ -246,13 +247,12 @@ class SnapKV(Rule):
         first_of_window = moment.next_query - self.window
         prefix = [p for p in held if p < first_of_window]
         recent = [p for p in held if p >= first_of_window]
-        scores = dict.fromkeys(prefix, 0.0)
+        total = [0.0] * len(prefix)
         for layer, sharer in record.sharers(self.shares, moment.layer, kv_head):
             votes = torch.stack([self.votes(record, moment, layer, head, held) for head in record.heads_of(sharer)])
             by_prefix_key = reduce_group(votes, self.group)[: len(prefix)].tolist()
-            for position, pooled in zip(prefix, self.smooth(by_prefix_key), strict=True):
-                scores[position] += pooled
-        chosen = choose(scores, count - len(recent))
+            total = [one + other for one, other in zip(total, by_prefix_key, strict=True)]
+        chosen = choose(dict(zip(prefix, self.smooth(total), strict=True)), count - len(recent))
         return Cut(sorted(chosen.kept + recent), chosen.gap)
 
     def votes(self, record: Record, moment: Moment, layer: int, head: int, held: list[int]) -> Tensor:
