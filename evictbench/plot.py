@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,15 +71,15 @@ def plot_and_show(request: Request) -> int:
     names = _figures(request)
     if set(forms) & set(PICTURES):
         _check_out(request.out)
-    drawings = list(_drawings(request, names, _say))
+    found = list(drawings(request, names, _say))
     texts = [form for form in forms if form in plot_print.TEXTS]
-    for drawing in drawings:
+    for drawing in found:
         for form in texts:
-            if len(drawings) > 1 and form in ("csv", "markdown"):
+            if len(found) > 1 and form in ("csv", "markdown"):
                 print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
             print(plot_print.as_text(drawing.numbers, form, drawing.title))
             print()
-    for file in _write(drawings, [form for form in forms if form in PICTURES], request.out):
+    for file in _write(found, [form for form in forms if form in PICTURES], request.out):
         print(f"written to {file}")
     return 0
 
@@ -145,7 +146,9 @@ def _figures(request: Request) -> list[str] | None:
     return names
 
 
-def _drawings(request: Request, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
+def drawings(request: Request, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
+    """The figures of `names`, or all that the folder has data for (None), for whoever draws them; UserError for what
+    cannot be drawn. warn: takes sentences that the reader of a figure should know."""
     if is_trace(request.folder):
         from evictbench.plot_trace import drawings as of_trace
 
@@ -214,20 +217,18 @@ def _of_group(
         )
         file = re.sub(r"[^\w.+=-]", "_", file)
         if name == "errors":
-            yield Drawing(
-                file, title, plot_data.error_modes(panels), lambda frame: plot_figures.error_bars(frame, title)
-            )
+            yield Drawing(file, title, plot_data.error_modes(panels), partial(plot_figures.error_bars, title=title))
         elif name == "fidelity":
             yield Drawing(
                 file,
                 title,
                 plot_data.fidelity_points(panels),
-                lambda frame: plot_figures.against_budget(frame, "", title),
+                partial(plot_figures.against_budget, metric="", title=title),
             )
         else:
             points = plot_data.budget_points(panels, metric)
             draw = plot_figures.against_budget if name == "budget" else plot_figures.against_bytes
-            yield Drawing(file, title, points, lambda frame, draw=draw: draw(frame, metric, title))
+            yield Drawing(file, title, points, partial(draw, metric=metric, title=title))
 
 
 def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LABELS = {
     "score": "score (%)",
-    "kl": "KL from the full cache (nats per token)",
+    "kl": "KL (nats per token)",
     "kl_q1": "KL, first quarter (nats per token)",
     "kl_q2": "KL, second quarter (nats per token)",
     "kl_q3": "KL, third quarter (nats per token)",
@@ -41,8 +41,8 @@ SHARES = ("score", "agreement", "truncated", "repetition")
 NEUTRAL = {"kl": 0.0, "ppl_ratio": 1.0, "agreement": 1.0}
 """What the full cache would have, by definition."""
 
-BUDGET = "budget (cache entries per KV head, logarithmic)"
-SETTINGS = {
+BUDGET = "budget (entries per KV head, logarithmic)"
+SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "axes.spines.top": False,
@@ -71,7 +71,7 @@ def new_figure(panels: int, size: tuple[float, float] = PANEL_SIZE) -> tuple[Fig
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(3, panels)
+    columns = 2 if panels == 4 else min(3, panels)
     rows = -(-panels // columns)
     figure = Figure(figsize=(size[0] * columns + 0.6, size[1] * rows + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -306,7 +306,8 @@ def end_labels(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
     """Fix the layout with room on the right for the longest name, then write the names."""
     longest = max(len(end.name) for end in ends)
     room = (0.45 + 0.078 * longest) / figure.get_figwidth()
-    figure.get_layout_engine().set(rect=(0, 0, 1 - room, 1))  # type: ignore[union-attr]
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, 0, 1 - room, 1))
     figure.canvas.draw()
     figure.set_layout_engine("none")
     label_ends(axes, ends)
@@ -314,7 +315,7 @@ def end_labels(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
 
 def legend(figure: Figure, all_axes: Sequence[Axes], drawn: dict[str, Style]) -> None:
     """One legend to the right of all panels, in the order of the table of policies."""
-    found = {}
+    found: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)

@@ -23,7 +23,6 @@ class Style:
     colour: str
     marker: str
     line: Line = "-"
-    hatch: str = ""
     hollow: bool = False
     yardstick: bool = False
 
@@ -45,7 +44,7 @@ LONG: Line = (0, (9, 1.5))
 DASH_DOT_DOT: Line = (0, (6, 1.5, 1, 1.5, 1, 1.5))
 
 KNOWN = {
-    "full": Style("#000000", "_", yardstick=True),
+    "full": Style("#000000", "d", hollow=True, yardstick=True),
     "oracle": Style("#000000", "*", DASHED, yardstick=True),
     "random": Style("#737373", "x", (0, (2, 2)), yardstick=True),
     "streaming_llm": Style("#5e9cc4", "s"),
@@ -61,7 +60,7 @@ KNOWN = {
 """Policies with a style of their own, in the order in which legends name them."""
 
 OTHER_COLOURS = ("#117733", "#008080", "#7a7a00", "#d4457b", "#4f6228")
-OTHER_MARKERS = ("<", ">", "d", "8", "H", "1", "2")
+OTHER_MARKERS = ("<", ">", "8", "H", "1", "2", "3")
 VARIANT_LINES: tuple[Line, ...] = (DOTTED, DASHED, DASH_DOT, LONG, DASH_DOT_DOT)
 
 

@@ -59,18 +59,22 @@ def drawings(request: Request, names: Sequence[str] | None) -> Iterator[Drawing]
 def latency_points(steps: pd.DataFrame) -> pd.DataFrame:
     """Decode: per policy, budget, number of rows and place, the median milliseconds a step (`value`), their quartiles
     (`low`, `high`) and the medians of their parts, at the mean `position`; a place is a context where there are
-    several, or a stretch of positions. Prefill: seconds to read the prompt, at its length. `lost` marks cells that
+    several, or a stretch of positions. Prefill: seconds to read one prompt, at its
+    length. `lost` marks cells that
     ran out of memory, at the context they were to have."""
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
-    for panel, series, place, group in _places(_ok(steps, DECODE)):
+    for panel, series, group in _places(_ok(steps, DECODE)):
         low, value, high = group["ms"].quantile([0.25, 0.5, 0.75])
         parts = {name: group[name].median() for name in PARTS}
         rows.append(_row(panel, series, group["position"].mean(), value, low, high, len(group)) | parts)
-    prefill = _ok(steps, PREFILL).groupby(["cell", *_series(steps), "context"], dropna=False)
-    for (_, *series, context), group in prefill:
-        rows.append(_row("prefill", series, context, group["ms"].sum() / 1000, None, None, len(group)))
+    prefill = _ok(steps, PREFILL).fillna({"budget": ""})
+    for (policy, budget, context), group in prefill.groupby(["policy", "budget", "context"], sort=False):
+        prompts = max(1, (group["position"] == context).sum())
+        rows.append(
+            _row("prefill", (policy, budget), context, group["ms"].sum() / prompts / 1000, None, None, len(group))
+        )
     rows += _lost(steps, "decode")
     return _framed(pd.DataFrame(rows))
 
@@ -82,7 +86,7 @@ def memory_points(steps: pd.DataFrame) -> pd.DataFrame:
 
     rows: list[dict[str, Any]] = []
     for words, column in (("cache held", "cache_bytes"), ("memory allocated", "allocated_bytes")):
-        for panel, series, place, group in _places(_ok(steps, DECODE)):
+        for panel, series, group in _places(_ok(steps, DECODE)):
             name = panel.replace("decode", words)
             rows.append(_row(name, series, group["position"].mean(), group[column].max(), None, None, len(group)))
         rows += _lost(steps, words)
@@ -176,22 +180,18 @@ def _ok(steps: pd.DataFrame, phase: str) -> pd.DataFrame:
     return steps[(steps["phase"] == phase) & (steps["status"] == OK)]
 
 
-def _series(steps: pd.DataFrame) -> list[str]:
-    return ["policy", "budget", "rows"]
-
-
-def _places(steps: pd.DataFrame) -> Iterator[tuple[str, tuple[str, str, int], int, pd.DataFrame]]:
-    """Panel, series, number of the place, and its steps: contexts where there are several, or stretches."""
+def _places(steps: pd.DataFrame) -> Iterator[tuple[str, tuple[str, str, int], pd.DataFrame]]:
+    """Panel, series, and the steps of one place: a context where there are several, or a stretch of positions."""
     several = steps["rows"].nunique() > 1
-    for (policy, budget, rows), group in steps.fillna({"budget": ""}).groupby(_series(steps), sort=False):
-        panel = f"decode, {rows} rows" if several else "decode"
+    for (policy, budget, rows), group in steps.fillna({"budget": ""}).groupby(["policy", "budget", "rows"], sort=False):
+        panel = f"decode, {_rows(rows)}" if several else "decode"
         if group["context"].nunique() > 1:
             places = group["context"]
         else:
             first = group["position"].min()
             places = (group["position"] - first) * BINS // max(BINS, group["position"].max() - first + 1)
-        for place, part in group.groupby(places):
-            yield panel, (policy, budget, rows), int(place), part
+        for _, part in group.groupby(places):
+            yield panel, (policy, budget, rows), part
 
 
 def _lost(steps: pd.DataFrame, words: str) -> list[dict[str, Any]]:
@@ -200,7 +200,7 @@ def _lost(steps: pd.DataFrame, words: str) -> list[dict[str, Any]]:
     out = steps[steps["status"] != OK].drop_duplicates("cell")
     return [
         _row(
-            f"{words}, {row['rows']} rows" if several else words,
+            f"{words}, {_rows(row['rows'])}" if several else words,
             (row["policy"], row["budget"], row["rows"]),
             row["context"],
             float("nan"),
@@ -214,17 +214,18 @@ def _lost(steps: pd.DataFrame, words: str) -> list[dict[str, Any]]:
 
 
 def _framed(frame: pd.DataFrame) -> pd.DataFrame:
-    """With a name per line: the policy, and its budget and rows where a panel has several of them."""
+    """With a name per line: the policy, and its budget where it has several."""
     frame["lost"] = frame["lost"].eq(True) if "lost" in frame else False
     budgets = frame.groupby("policy")["budget"].nunique().max() > 1
     names = frame["policy"].astype(str)
     if budgets:
         names = names + frame["budget"].map(lambda budget: f" {budget}" if budget else "")
-    if frame["rows"].nunique() > 1:
-        mixed = frame.groupby("panel")["rows"].transform("nunique") > 1
-        names = names.where(~mixed, names + frame["rows"].map(lambda rows: f" x{rows}"))
     frame.insert(1, "line", names)
     return frame
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' if count > 1 else ''}"
 
 
 def _cells(retention: pd.DataFrame) -> Any:

@@ -21,10 +21,13 @@ def latency(frame: pd.DataFrame, title: str) -> Figure:
     figure, panels, drawn = _panels(frame, title)
     for name, axes in panels.items():
         here = frame[frame["panel"] == name]
+        if name == "prefill" and here["position"].nunique() == 1:
+            _bars(axes, here, drawn)
+            continue
         _lines(axes, here, drawn)
         prompt = name == "prefill"
         axes.set_xlabel("prompt (tokens)" if prompt else "position (tokens seen)")
-        axes.set_ylabel("prefill (s)" if prompt else "a decode step (ms), median and quartiles")
+        axes.set_ylabel("reading one prompt (s)" if prompt else "a decode step (ms), median and quartiles")
         axes.set_ylim(bottom=0)
         _lost(axes, here, drawn)
     legend(figure, list(panels.values()), drawn)
@@ -53,7 +56,7 @@ def kept(frame: pd.DataFrame, title: str) -> Figure:
         _lines(axes, frame[frame["panel"] == name], drawn)
         lie = name == "where kept tokens lie"
         axes.set_xscale("linear")
-        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("position (tokens)" if lie else "tokens seen")
         axes.set_ylabel("share of kept tokens (%)" if lie else "share inside a window of the same size (%)")
         percent_axis(axes.yaxis)
@@ -94,27 +97,32 @@ def _over_time(axes: Axes, view: pd.DataFrame) -> Any:
     axes.set_xlabel("time (tokens seen)")
     axes.set_ylabel("position (tokens)")
     return axes.pcolormesh(
-        _edges(list(grid.columns)), [*grid.index, grid.index[-1] + view["width"].iloc[0]], grid.to_numpy(), **_COLOURS
+        _edges(list(grid.columns)), [*grid.index, grid.index[-1] + view["width"].iloc[0]], grid.to_numpy(), **_colours()
     )
 
 
 def _by_head(axes: Axes, view: pd.DataFrame) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     grid = view.pivot(index=["layer", "head"], columns="position", values="kept")
     heads = len(grid.index.unique("head"))
     axes.pcolormesh(
         [*grid.columns, grid.columns[-1] + view["width"].iloc[0]],
         [row / heads for row in range(len(grid) + 1)],
         grid.to_numpy(),
-        **_COLOURS,
+        **_colours(),
     )
     axes.set_xlabel("position (tokens), at the end")
-    axes.set_ylabel(f"layer, its {heads} KV heads apart" if heads > 1 else "layer")
+    axes.set_ylabel(f"layer ({heads} KV heads each)" if heads > 1 else "layer")
     axes.invert_yaxis()
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-_COLOURS: dict[str, Any] = {"cmap": "Greys", "vmin": 0.0, "vmax": 1.0, "rasterized": True}
-"""Grey says as much in print, and to every eye."""
+def _colours() -> dict[str, Any]:
+    """Grey says as much in print, and to every eye; the square root makes a few tokens of a stretch visible."""
+    from matplotlib.colors import PowerNorm
+
+    return {"cmap": "Greys", "norm": PowerNorm(0.5, 0.0, 1.0), "rasterized": True}
 
 
 def _edges(looks: list[float]) -> list[float]:
@@ -135,26 +143,39 @@ def _panels(frame: pd.DataFrame, title: str) -> tuple[Figure, dict[str, Axes], d
 def _lines(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
     """A line per policy at its positions; quartiles as a thin band. Logarithmic where positions span a lot."""
     found = here[~here["lost"]]
-    many = found.groupby("line").size().max() > 8
-    for line in order(found["line"]):
+    for number, line in enumerate(order(found["line"])):
         points = found[found["line"] == line].sort_values("position")
         style = drawn[line]
         if points["low"].notna().any():
             low, high = points["low"].astype(float), points["high"].astype(float)
             axes.fill_between(points["position"], low, high, color=style.colour, alpha=0.12, linewidth=0)
-        every = max(1, len(points) // 6) if many else 1
+        every = max(1, len(points) // 6) if len(points) > 8 else 1
         axes.plot(
             points["position"],
             points["value"],
             label=line,
             markersize=5,
-            markevery=every,
+            markevery=(number % every, every),  # apart, where lines lie on each other
             linewidth=1.5,
             **style.kwargs(),
         )
     if here["position"].max() > 4 * max(1.0, here["position"].min()):
         axes.set_xscale("log")
         plain_log(axes.xaxis, thousands=True)
+    else:
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def _bars(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
+    """One prompt length leaves nothing to draw a line along."""
+    lines = order(here["line"])
+    values = [float(here.loc[here["line"] == line, "value"].iloc[0]) for line in lines]
+    axes.barh(range(len(lines)), values, height=0.6, color=[drawn[line].colour for line in lines], label="_bars")
+    axes.set_yticks(range(len(lines)), lines)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", visible=True)
+    axes.set_xlabel(f"reading one prompt of {here['position'].iloc[0]:,.0f} tokens (s)")
 
 
 def _lost(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
