@@ -82,7 +82,10 @@ def check_head(model: PreTrainedModel) -> None:
     expected: Tensor = model(input_ids=tokens, use_cache=False).logits
     found = head(_hidden(model, tokens, None)).to(expected.device)
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
-        raise UserError(f"{type(model).__name__} scales its logits behind the output head, which --finetune does not.")
+        raise UserError(
+            f"{type(model).__name__} scales its logits behind the output head, which training by its predictions does "
+            "not follow."
+        )
 
 
 def _hidden(model: PreTrainedModel, tokens: Tensor, attention: DenseAttention | None) -> Tensor:

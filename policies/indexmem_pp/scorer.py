@@ -63,7 +63,7 @@ class Scorer(nn.Module):
             score, rate = self.to_score(inner), -F.softplus(self.to_rate(inner))
         if positions is None:
             positions = torch.arange(score.shape[1], device=score.device)[None]
-        score = score + POSITION_SLOPE * positions[..., None]
+        score = score + POSITION_SLOPE * positions[..., None].to(score.dtype)
         return score.transpose(1, 2), rate.transpose(1, 2)
 
 
