@@ -137,7 +137,7 @@ class ReinforceLearner(RankerLearner):
 
     def surrogate(self, episode: Episode) -> tuple[Tensor, float]:
         """The loss of one episode, and the surprise; the moving average takes note of it."""
-        rewards = -episode.kl.to(self.device)
+        rewards = -episode.kl.to(self.residual)
         decisions = [decision for decision in episode.decisions if decision.moment.first < rewards.shape[1]]
         if not decisions:
             return rewards.new_zeros(()), torch.nan

@@ -54,7 +54,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Episode:
-    """kl: `[rows, steps]` float32, KL(teacher ‖ student) in nats of the prediction after each token that was fed."""
+    """kl: `[rows, steps]`, KL(teacher ‖ student) in nats of the prediction after each token that was fed."""
 
     decisions: list[Decision]
     kl: Tensor
@@ -136,7 +136,7 @@ class Reading:
             policy.fed = step + 1
             position = self.prompt + step
             found = feeder.feed(cache, [[self.tokens[position]]] * rows, [position] * rows)[:, -1]
-            p, q = known.float().log_softmax(-1), found.float().log_softmax(-1)
+            p, q = (_wide(side).log_softmax(-1) for side in (known, found))
             kl.append((p.exp() * (p - q)).sum(-1))
         return Episode(policy.decisions, torch.stack(kl, dim=1))
 
@@ -194,6 +194,10 @@ def later_attention(attention: Tensor, after: int, positions: Tensor) -> Tensor:
     """What the tokens of `Reading.read_on` after the first `after` of them give to the entries at `positions`, in the
     mean: of attention `[tokens, stop]` and positions `[.., slots]`, `[.., slots]`."""
     return attention[min(after, len(attention) - 1) :].mean(0)[positions]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
 def numbers_of(tokens: Tensor) -> list[int]:
