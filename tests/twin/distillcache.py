@@ -174,12 +174,18 @@ def _chosen(rule: DistillCache, record: Record, held: tuple[int, ...], queries: 
 
 
 @st.composite
-def distillcache_cases(draw: st.DrawFn) -> Case:
-    """Texts, models, rankers, budgets and all the ways to run them."""
+def distillcache_cases(draw: st.DrawFn, long: bool = False) -> Case:
+    """Texts, models, rankers, budgets and all the ways to run them. `long`: of more tokens than the ring has queries.
+
+    Shares come to 32 entries at least.
+    """
     share = draw(st.booleans())
-    # Shares come to 32 entries at least.
-    lengths = [st.integers(36, 72), st.integers(1, 72)] if share else [st.integers(20, 40), st.integers(1, 40)]
-    length = draw(st.one_of(lengths))
+    if long:
+        length = draw(st.integers(RECENT - 4, RECENT + 16))
+    elif share:
+        length = draw(st.one_of(st.integers(36, 72), st.integers(1, 72)))
+    else:
+        length = draw(st.one_of(st.integers(20, 40), st.integers(1, 40)))
     kv_heads, groups = draw(st.sampled_from([(2, 2), (2, 3), (1, 4), (4, 1)]))
     token = st.integers(0, VOCAB - 1)
     new_tokens = draw(st.integers(0, 10))

@@ -10,6 +10,7 @@ import torch
 from distilled import policy_of, tensors
 from engine import run_case
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_twins import check
 
 from evictbench.policies.distillcache import DistillCache
@@ -26,9 +27,15 @@ ROUNDING = 1e-4
 
 
 @pytest.mark.engine
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=distillcache_cases())
 def test_policy_equals_its_twin(case: Case) -> None:
+    check(case, policy_of(case), exact=ROUNDING)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=distillcache_cases(long=True))
+def test_policy_equals_its_twin_where_the_ring_is_full(case: Case) -> None:
     check(case, policy_of(case), exact=ROUNDING)
 
 
@@ -51,8 +58,8 @@ def test_features_equal_the_loops() -> None:
     """The five numbers themselves, at the prompt, at a question and at decode steps."""
     compared: dict[str, int] = {}
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(case=distillcache_cases())
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=st.one_of(distillcache_cases(), distillcache_cases(long=True)))
     def run(case: Case) -> None:
         for stage, entries in compare_features(case).items():
             compared[stage] = compared.get(stage, 0) + entries
@@ -61,7 +68,7 @@ def test_features_equal_the_loops() -> None:
     assert all(compared[stage] > 100 for stage in ("prompt", "question", "decode"))
 
 
-def compare_features(case: Case) -> dict[str, int]:
+def compare_features(case: Case, cls: type[Showing] = Showing) -> dict[str, int]:
     """How many entries of a case were compared, by the stage after which they were ranked."""
     compared: dict[str, int] = {}
     wanted: dict[int, dict[int, list[float]]] = {}
@@ -72,7 +79,7 @@ def compare_features(case: Case) -> dict[str, int]:
             return super().select(record, held, queries, count)
 
     case = replace(case, rule=Watching(**vars(case.rule)))
-    simulated, policy = case.trace(), policy_of(case, Showing)
+    simulated, policy = case.trace(), policy_of(case, cls)
     ours = run_case(case, policy)
     assert isinstance(policy, Showing)
     end = case.border or len(case.prompt)
