@@ -1,0 +1,278 @@
+"""Near misses of IndexMem++ that the comparison finds: each is a plausible reading, on either side, and wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from indexmem_cases import Case, cases
+from indexmem_engine import ToldScores, check
+from torch import Tensor
+
+from evictbench.policies.indexmem_pp import recursion
+from evictbench.policy import Arriving, Division, Rivals
+from twin.indexmem_pp import Centroid, Pool, ranked
+from twin.indexmem_pp_run import Run
+
+
+class DecayIgnored(Run):
+    """Scores that do not fade."""
+
+    def enter(self, layer: int, hidden: Tensor, positions: range) -> None:
+        super().enter(layer, hidden, positions)
+        for kv_head in range(self.dense.kv_heads):
+            self.rates[layer, kv_head][:] = [0.0] * len(self.rates[layer, kv_head])
+
+
+class LaterFavoured(Pool):
+    """Of equals the earlier goes."""
+
+    def turn(self, q: int, judged_at: int | None = None) -> list[int]:
+        real = self.scores
+        self.scores = [score + 1e-6 * j for j, score in enumerate(real)]
+        gone = super().turn(q, judged_at)
+        self.scores = real
+        return gone
+
+
+class TiesFavourLater(Run):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for at, pool in self.pools.items():
+            self.pools[at] = LaterFavoured(pool.scores, pool.rates, pool.sinks, pool.window, pool.places)
+
+
+class BestOfAll(Pool):
+    """What went may come back: the best of all that competes."""
+
+    def turn(self, q: int, judged_at: int | None = None) -> list[int]:
+        before = {*self.held, q - self.window}
+        competing = range(self.sinks, q - self.window + 1)
+        self.held[:] = ranked(self.scores, self.rates, q if judged_at is None else judged_at, competing)[: self.places]
+        return sorted(j for j in before if self.sinks <= j and j not in self.held)
+
+
+class DroppedReturn(Run):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for at, pool in self.pools.items():
+            self.pools[at] = BestOfAll(pool.scores, pool.rates, pool.sinks, pool.window, pool.places)
+
+
+class ChunkEdgeResets(Run):
+    """Each part of the context begins with the best of all there is."""
+
+    def turn(self, at: tuple[int, int], q: int) -> None:
+        if not self.compressed and q == len(self.logits):
+            pool = self.pools[at]
+            competing = range(pool.sinks, q - pool.window)
+            pool.held[:] = ranked(pool.scores, pool.rates, q, competing)[: pool.places]
+        super().turn(at, q)
+
+
+class NoBias(Run):
+    """A centroid counts for one entry."""
+
+    def softmax(self, layer: int, head: int, q: int, keys: Tensor, bias: Any) -> Tensor:
+        return super().softmax(layer, head, q, keys, [0.0] * len(bias))
+
+
+class NoCentroids(Run):
+    """What goes is gone."""
+
+    def attend(self, at: tuple[int, int], head: int, q: int) -> Tensor:
+        kept, self.centroids[at] = self.centroids[at], []
+        found = super().attend(at, head, q)
+        self.centroids[at] = kept
+        return found
+
+
+class LateCentroids(Run):
+    """What goes as a query comes is not in a centroid when it looks."""
+
+    def attend(self, at: tuple[int, int], head: int, q: int) -> Tensor:
+        kept = self.centroids[at]
+        self.centroids[at] = [Centroid(c.key, c.value, n) for c, n in zip(kept, self.older(at, q), strict=False)]
+        found = super().attend(at, head, q)
+        self.centroids[at] = kept
+        return found
+
+    def older(self, at: tuple[int, int], q: int) -> list[int]:
+        return self.counts[q - 1][at] if q > self.rules.context else [c.count for c in self.centroids[at]]
+
+
+class NotCharged(Run):
+    """Centroids come on top of the budget."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for at, pool in self.pools.items():
+            pool.places += self.rules.slots
+            self.places[at] += self.rules.slots
+
+    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return [places + self.rules.slots for places in super().allocate(masses, pinned)]
+
+
+class Uniform(Run):
+    """Equal budgets."""
+
+    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return [self.rules.places] * len(masses)
+
+
+class MassOfThePoolAlone(Run):
+    """What stays anyway is left out of the mass."""
+
+    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return super().allocate(masses, [0.0] * len(pinned))
+
+
+class CutAmongTheSeen(Run):
+    """Only what the last query still saw can be kept."""
+
+    def stored(self, at: tuple[int, int], q: int) -> list[int]:
+        return self.pools[at].sees(q)
+
+
+class NoSink(Run):
+    """The first token competes."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for pool in self.pools.values():
+            pool.sinks = max(0, pool.sinks - 1)
+
+
+class OneMoreInTheWindow(Run):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for pool in self.pools.values():
+            pool.window += 1
+
+
+class MeanOfMeans(Run):
+    """What joins counts as much as all that did before."""
+
+    def turn(self, at: tuple[int, int], q: int) -> None:
+        before = [(c, c.key, c.value, c.count) for c in self.centroids[at]]
+        super().turn(at, q)
+        for centroid, key, value, count in before:
+            if centroid.count == count + 1:
+                newest = centroid.key * (count + 1) - key * count, centroid.value * (count + 1) - value * count
+                centroid.key, centroid.value = (key + newest[0]) / 2, (value + newest[1]) / 2
+
+
+class Faster(ToldScores):
+    """Another length for the rate."""
+
+    def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
+        return {"score": super().judge(arriving)["score"] * torch.tensor([1.0, 1.5])}
+
+
+class HeadsSwapped(ToldScores):
+    def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
+        return {"score": super().judge(arriving)["score"].flip(1)}
+
+
+class LateDeadline(ToldScores):
+    """Everything is seen by one query of the context too many."""
+
+    def leaving(self, rivals: Rivals) -> Tensor:
+        ends = super().leaving(rivals)
+        return torch.where(ends < rivals.first + rivals.new, ends + 1, ends)
+
+
+class FrozenRanks(ToldScores):
+    """A chunk is ranked by its first query."""
+
+    def leaving(self, rivals: Rivals) -> Tensor:
+        score, rate = rivals.state["score"].unbind(-1)
+        frozen = recursion.effective(score, rate, rivals.first - rivals.positions)
+        return recursion.deadlines(
+            frozen,
+            torch.zeros_like(rate),
+            rivals.positions,
+            first=rivals.first,
+            new=rivals.new,
+            places=rivals.places,
+            sinks=self.sinks,
+            window=self.window,
+        )
+
+
+class RankedByMass(ToldScores):
+    """Budgets along the mass itself."""
+
+    def divide(self, division: Division) -> Tensor:
+        mass = division.mass / division.mass.sum(-1, keepdim=True)
+        return super().divide(replace(division, mass=mass, worth=mass))
+
+
+class OneCentroid(ToldScores):
+    """All join the first."""
+
+    def joins(self, keys: Tensor, counts: Tensor, room: Tensor, entering: Tensor) -> Tensor:
+        return torch.zeros_like(super().joins(keys, counts, room, entering))
+
+
+class CountsOfOne(ToldScores):
+    """Clusters that do not say how many they are of."""
+
+    def summarise(self, keys: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values, counts = super().summarise(keys, values, count)
+        return keys, values, torch.ones_like(counts)
+
+
+def find(strategy: Any, cls: type[ToldScores] = ToldScores, run: type[Run] = Run) -> None:
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def look(case: Case) -> None:
+        check(case, cls, run)
+
+    look()
+
+
+RUNS: list[tuple[type[Run], dict[str, Any]]] = [
+    (DecayIgnored, {"worths": ("spread",)}),
+    (TiesFavourLater, {"worths": ("ties",)}),
+    (DroppedReturn, {"worths": ("spread",)}),
+    (ChunkEdgeResets, {"worths": ("spread",)}),
+    (NoBias, {"centroids": (1, 2)}),
+    (NoCentroids, {"centroids": (1, 2)}),
+    (LateCentroids, {"centroids": (1, 2)}),
+    (NotCharged, {"centroids": (1, 2)}),
+    (Uniform, {}),
+    (MassOfThePoolAlone, {}),
+    (CutAmongTheSeen, {}),
+    (NoSink, {}),
+    (OneMoreInTheWindow, {}),
+    (MeanOfMeans, {"centroids": (1, 2)}),
+]
+
+
+@pytest.mark.parametrize(("run", "narrowed"), RUNS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_wrong_reading_is_found(run: type[Run], narrowed: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        find(cases(**narrowed), run=run)
+
+
+POLICIES = [Faster, HeadsSwapped, LateDeadline, FrozenRanks, RankedByMass, OneCentroid, CountsOfOne]
+
+
+@pytest.mark.parametrize("wrong", POLICIES)
+def test_a_wrong_policy_is_found(wrong: type[ToldScores]) -> None:
+    with pytest.raises(AssertionError):
+        find(cases(worths=("spread",), centroids=(1, 2, 3)), wrong)
