@@ -61,9 +61,9 @@ class Contest:
         self._places: dict[tuple[torch.device, tuple[int, ...]], Places] = {}
 
     def begin(self, prompts: Sequence[int]) -> None:
-        """At the start of a prompt's pass: settle each row's terms. Raises UserError for an impossible budget."""
-        if not self.terms:
-            self.terms = [self._of(prompt) for prompt in prompts]
+        """At the start of a prompt's pass: settle each row's terms, which hold from its first token on (how much
+        padding there is before it shows only then). Raises UserError for an impossible budget."""
+        self.terms = [self._of(prompt) for prompt in prompts]
 
     def _of(self, prompt: int) -> Terms:
         assert self.cache.budget is not None
