@@ -115,6 +115,7 @@ def _view(layer: SlotLayer, step: Pass, entered: Entering) -> Step:
         shared=shared,
         carried=step.carried,
         dense=step.dense,
+        ends_prompt=step.ends_prompt,
         cuts=step.cuts,
     )
 
@@ -123,6 +124,9 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
     """The output `[rows, heads, queries, head_dim]`, and the declared signals into `view`."""
     cache, wanted = layer.cache, layer.cache.policy.signals
     bias = _bias(cache, layer, step, view)
+    if cache.policy.hides and max(step.before) > 0:
+        hidden = cache.policy.hidden(view)[:, :, None]
+        bias = _additive(~hidden, view.keys.dtype) if bias is None else bias.masked_fill(hidden, -torch.inf)
     sinks = _shifted_queries(cache, step, query)
     if "window_probs" in wanted and (cache.policy.guarded or not cache.prompt_done):
         layer.remember_queries(query, cache.policy.window)

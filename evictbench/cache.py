@@ -80,6 +80,8 @@ class EvictionCache(Cache):
         self.shift = (
             SinkShift(self.inv_freq, policy.sinks) if self.inv_freq is not None and policy.reindexed_sinks else None
         )
+        if self.budget is not None:
+            policy.check_budget(self.budget)
         if self.budget is not None and self.budget.tokens is not None:
             self._refuse_below_minimum(self.budget.tokens)
         super().__init__(layers=[self.new_layer(index) for index in range(self.shape.layers)])
@@ -255,7 +257,9 @@ class EvictionCache(Cache):
     def _close(self, step: Pass) -> None:
         for row, (after, target) in enumerate(zip(step.after, step.targets, strict=True)):
             if step.single and self.prompt_done:
-                self.occupancy[row].add(after + self.charged)
+                entries = step.entries[row][-2]
+                mean = self.policy.seen_of(after, entries, self.shape) + self.charged if self.policy.hides else None
+                self.occupancy[row].add(after + self.charged, mean)
             self.holes[row] = step.one_out and target is not None
             self.held[row] = after if target is None else target
         self.seen = step.seen

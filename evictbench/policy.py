@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from evictbench.budget import Budget
     from evictbench.foresight import DenseRun
     from evictbench.taps import Tap
 
@@ -181,7 +182,8 @@ class Step:
     shared: the policy's shared tensors, views `[rows, sets, slots, ...]` to read and to update in place; where `shares`
     is "model" those of the whole model, on the first layer's device. carried: what the policy hands on from layer to
     layer within this pass, empty at the first; it is not counted in bytes.
-    dense: the prompt is held whole, and this pass is a part of it. cuts: something is evicted after this pass.
+    dense: the prompt is held whole, and this pass is a part of it; ends_prompt: its last. cuts: something is evicted
+    after this pass.
     """
 
     layer: int
@@ -200,6 +202,7 @@ class Step:
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)
     dense: bool = False
+    ends_prompt: bool = False
     cuts: bool = False
 
 
@@ -236,6 +239,7 @@ class Policy:
     ragged: each head keeps as many entries as it wants, in pages; `expiry` decides, and `taps` names what it reads.
     share_of: what a budget in percent is a share of: the tokens "seen" (the prompt's, where those are more), or the
     entries in the "cache" after the pass, which earlier cuts have made fewer.
+    hides: entries may be held that some heads do not see (`hidden`), so that memory is that of all that is held.
     contested: (of a ragged policy) what has left the recent window competes for a fixed number of places of its head,
     and the worst of them leaves as one more comes; its share of the budget is decided at the end of the prompt.
     chunked: what it decides depends on how a prompt is cut into chunks, even where nothing is bounded.
@@ -257,6 +261,7 @@ class Policy:
     rotary: ClassVar[bool] = False
     foresees: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
+    hides: bool = False
     contested: ClassVar[bool] = False
     chunked: bool = False
     learned: bool = False
@@ -302,6 +307,9 @@ class Policy:
         """The smallest budget that leaves one entry to choose: what is protected, what is charged, and one."""
         return self.sinks + int(self.recent(0)) + self.charged_state(shape) + 1
 
+    def check_budget(self, budget: Budget) -> None:
+        """Raise UserError for a budget that the policy cannot work with, whatever the text."""
+
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
         """The tensors that travel with the entries, by name."""
         return {}
@@ -310,6 +318,14 @@ class Policy:
         """State held once for all that share a kept set, by name: `[rows, sets, slots(, width)]` that travels with the
         entries, or `[rows, sets, *size]` that does not; `sets` is kv_heads where each head has its own, else 1."""
         return {}
+
+    def hidden(self, step: Step) -> Tensor:
+        """`[rows, kv_heads, slots]` bool: entries that this layer's heads do not see in this pass (if it `hides`)."""
+        raise NotImplementedError(f"{type(self).__name__} hides nothing")
+
+    def seen_of(self, held: int, budget: int, shape: ModelShape) -> float:
+        """Of so many entries held, how many a decode query sees under a budget, mean over heads (if it `hides`)."""
+        return held
 
     @property
     def ahead(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import MemoryTensor, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy import GROUP_DIM, MemoryTensor, ModelShape, Phase, Policy, SlotTensor, Step
 
 from .recipe import Recipe
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from evictbench.budget import Budget
     from evictbench.learner import Learner, Training
     from evictbench.weights import Weights
 
@@ -29,13 +30,18 @@ WAITING = 2**24
 @dataclass(frozen=True)
 class Settings:
     """length: what a budget in percent is a share of, the tokens "seen" or the entries of the "cache", as algorithm 1
-    has it when read to the letter."""
+    has it when read to the letter. heads: "shared", one kept set for all; "hybrid", a fifth of the KV heads keeps
+    everything and the others get what is left of the budget, a share above 20% of the tokens seen."""
 
     length: Literal["seen", "cache"] = "seen"
+    heads: Literal["shared", "hybrid"] = "shared"
 
     def __post_init__(self) -> None:
-        if self.length not in ("seen", "cache"):
-            raise UserError(f"distillcache: length is seen or cache, not {self.length!r}.")
+        for name, words in (("length", ("seen", "cache")), ("heads", ("shared", "hybrid"))):
+            if getattr(self, name) not in words:
+                raise UserError(f"distillcache: {name} is {' or '.join(words)}, not {getattr(self, name)!r}.")
+        if self.length == "cache" and self.heads == "hybrid":
+            raise UserError("distillcache: heads=hybrid keeps a share of the tokens seen; leave out length=cache.")
 
 
 class DistillCache(Policy):
@@ -58,6 +64,14 @@ class DistillCache(Policy):
       entry, so that B - 1 are kept. A budget in entries is B itself.
     - the network: see `network.Ranker`. Keys keep their positions; grouped queries count each for itself.
 
+    heads=hybrid (appendix E.3): a fifth of the model's KV heads, rounded down, sees everything, the others one set of
+    the size that makes the mean over KV heads the budget: r' = (r - .2) / .8 of the tokens seen where a fifth is exact.
+    "The most important heads by attention statistics" are read as those that give most to what the others lose, in
+    their query heads' attention of the first pass after which something is lost, the whole prompt's as a rule (a head's
+    attention as a whole says nothing: it is 1 for every query). They stay the same for the sequence. The slots of all
+    heads lie together, so that nothing is freed: what a head does not see is hidden from it. Memory is that of the full
+    cache, bytes say so, and the occupancy is the mean over KV heads, measured and not guarded.
+
     Greedy at inference; of equal scores the earlier position is kept. The five numbers do not depend on the model's
     sizes, so that trained weights serve other models too (`transferred from`), as in the paper.
 
@@ -79,8 +93,25 @@ class DistillCache(Policy):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self.share_of = self.config.length
+        self.hides = self.config.heads == "hybrid"
         self._ranker: Ranker | None = None
         self._on: dict[torch.device, Ranker] = {}
+
+    @property
+    def guarded(self) -> bool:
+        """Where heads differ, the budget is their mean and not the most that one sees."""
+        return not self.hides
+
+    def keep(self, budget: int, phase: Phase) -> int | None:
+        """All of it where entries are hidden."""
+        return None if self.hides else budget - 1
+
+    def check_budget(self, budget: Budget) -> None:
+        """heads=hybrid needs a share above what the heads keep that keep everything."""
+        from .hybrid import check
+
+        if self.hides:
+            check(budget)
 
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
         """Attention received by each query head while a prompt is read whole."""
@@ -89,12 +120,17 @@ class DistillCache(Policy):
         return {"mass": SlotTensor(torch.float32, width=shape.group, while_dense=True)}
 
     def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor | MemoryTensor]:
-        """norm; what each of the last 64 queries gave an entry; those queries' entropies."""
+        """norm; what each of the last 64 queries gave an entry; those queries' entropies. Where entries are hidden:
+        which, and which heads see them all the same."""
         import torch
 
         from .features import RECENT
 
-        return {
+        hiding: dict[str, SlotTensor | MemoryTensor] = {
+            "hidden": SlotTensor(torch.bool),
+            "full": MemoryTensor(torch.bool, (shape.layers * shape.kv_heads,)),
+        }
+        return (hiding if self.hides else {}) | {
             "norm": SlotTensor(torch.float32),
             "attention": SlotTensor(torch.float32, width=RECENT),
             "entropies": MemoryTensor(torch.float32, (RECENT,)),
@@ -147,8 +183,12 @@ class DistillCache(Policy):
             masses = (mass / queries.clamp(min=1)[:, None, None, None]).flatten(1, 2)
             recent = min(features.RECENT, step.query_positions.shape[1])
             self._add(step, features.of_chunk(masses, recent_probs, recent, step.entered.values))
+        if self.hides:
+            step.carried.setdefault("by_head", []).append(mass.sum(GROUP_DIM))
         if last:
             self._remember(step)
+            if self.hides and (step.ends_prompt or not step.dense):
+                self._hide(step)
 
     def _look_at_waiting(self, step: Step) -> None:
         import torch
@@ -186,14 +226,35 @@ class DistillCache(Policy):
 
         totals, shared = step.carried["totals"], step.shared
         heads = step.shape.layers * step.shape.heads
+        visible = step.positions[:, 0].to(totals.mass.device)
+        if self.hides:
+            visible = visible.masked_fill(shared["hidden"][:, 0], -1)
         numbers = (
             totals.mass / heads,
             shared["norm"][:, 0],
             variance(totals.mass, totals.squares, heads),
             weighted_entropy(shared["attention"][:, 0], shared["entropies"][:, 0]),
-            places(step.positions[:, 0].to(totals.mass.device)),
+            places(visible),
         )
         return torch.stack([number.float() for number in numbers], dim=-1)
+
+    def _hide(self, step: Step) -> None:
+        """Choose what the heads go on to see that do not see everything; the first time, choose the heads."""
+        from .hybrid import hide
+
+        hide(step, self.score(step)[:, 0])
+
+    def hidden(self, step: Step) -> Tensor:
+        """What was hidden after the last pass, from this layer's heads: `[rows, kv_heads, slots]` bool."""
+        first = step.layer * step.shape.kv_heads
+        full = step.shared["full"][:, 0, first : first + step.shape.kv_heads, None]
+        return (step.shared["hidden"] & ~full).to(step.keys.device)
+
+    def seen_of(self, held: int, budget: int, shape: ModelShape) -> float:
+        """All of it by a fifth of the KV heads, their own set by the others."""
+        from .hybrid import seen_of
+
+        return seen_of(held, budget, shape)
 
     def score(self, step: Step) -> Tensor:
         """The network's score of each entry, `[rows, 1, slots]`."""

@@ -80,7 +80,8 @@ def entropies(probs: Tensor) -> Tensor:
 def lengths(values: Tensor) -> Tensor:
     """The lengths of value vectors, added over KV heads: `[rows, kv_heads, new, head_dim]` to `[rows, new]`."""
     wide = torch.promote_types(values.dtype, torch.float32)
-    return torch.linalg.vector_norm(values, dim=-1, dtype=wide).sum(1)
+    norms: Tensor = torch.linalg.vector_norm(values, dim=-1, dtype=wide)
+    return norms.sum(1)
 
 
 def variance(total: Tensor, squares: Tensor, heads: int) -> Tensor:
