@@ -141,7 +141,7 @@ class DistillCache(Policy):
         from .network import Ranker
 
         first = weights.tensors.get("layers.0.weight")
-        ranker = Ranker() if first is None else Ranker(width=first.shape[0])
+        ranker = Ranker(width=first.shape[0]) if first is not None and first.dim() == 2 else Ranker()
         own = {name: tensor.shape for name, tensor in ranker.state_dict().items()}
         if {name: tensor.shape for name, tensor in weights.tensors.items()} != own:
             raise UserError(f"The weights {weights.origin} are not a ranker of five numbers, as distillcache needs.")

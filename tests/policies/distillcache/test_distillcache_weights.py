@@ -1,0 +1,146 @@
+"""DistillCache's weights: saved, found, refused with a sentence where they are of another kind, and taken by other
+models, which their results say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distilled import SHAPE, tensors
+from fakes import installed
+from torch import Tensor
+
+from evictbench import plan, weights
+from evictbench.cache import EvictionCache
+from evictbench.errors import UserError
+from evictbench.policies.distillcache import DistillCache
+from evictbench.policies.kvpop import KVpop
+from evictbench.policy import ModelShape
+from evictbench.settings import Settings
+from twin.distillcache import random_ranker
+from twin.tiny import random_tokens, tiny_model
+
+__all__ = ["installed"]
+
+
+def saved(folder: Path, changes: Callable[[dict[str, Tensor]], Any] = lambda tensors: None, **card: Any) -> Path:
+    """A folder of weights with the random ranker, after `changes` to its tensors."""
+    found = {name: tensor.float() for name, tensor in tensors(random_ranker(0)).items()}
+    changes(found)
+    base = {"name": "first", "sha256": "abc", "shape": weights.shape_data(SHAPE)}
+    weights.save(folder, "distillcache", "", found, {"settings": {}, "base_model": base, "transferable": True} | card)
+    return folder
+
+
+def found(folder: Path, shape: ModelShape = SHAPE, sha256: str = "abc") -> weights.Weights:
+    return weights.find(DistillCache(), str(folder), "second", sha256, shape)
+
+
+def test_saved_weights_rank_as_they_did(tmp_path: Path) -> None:
+    policy = DistillCache()
+    policy.use(found(saved(tmp_path)), SHAPE)
+    cache = EvictionCache(tiny_model(), policy, 12)
+    tiny_model()(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
+    assert cache.kept(0).shape == (1, 11)
+
+
+@pytest.mark.parametrize("shape", [ModelShape(5, 6, 3, 24), SHAPE])
+def test_another_model_takes_them_and_says_so(shape: ModelShape, tmp_path: Path) -> None:
+    assert found(saved(tmp_path)).transferred_from is None
+    other = found(tmp_path, shape, "xyz")
+    assert other.transferred_from == "first"
+    assert other.identity["transferred_from"] == "first"
+    DistillCache().use(other, shape)
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        drop("shift"),
+        drop("layers.0.weight"),
+        drop("layers.6.bias"),
+        put("layers.9.weight", torch.ones(1)),
+        put("layers.0.weight", torch.ones(128, 4)),
+        put("layers.0.weight", torch.ones(64, 5)),
+        put("layers.0.weight", torch.ones(())),
+        put("layers.6.weight", torch.ones(2, 128)),
+        put("shift", torch.ones(6)),
+        lambda tensors: tensors.clear() or tensors.update({"w1": torch.ones(2, 3)}),
+    ],
+)
+def test_weights_of_another_kind_are_refused(changes: Any, tmp_path: Path) -> None:
+    whole = found(saved(tmp_path, changes))
+    with pytest.raises(UserError, match=r"not a ranker of five numbers.*\.$"):
+        DistillCache().use(whole, SHAPE)
+
+
+def test_those_of_another_policy_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="those of distillcache, not of kvpop"):
+        weights.find(KVpop(), str(saved(tmp_path)), "second", "abc", SHAPE)
+
+
+def test_without_weights_nothing_is_ranked() -> None:
+    model = tiny_model()
+    cache = EvictionCache(model, DistillCache(), 12)
+    with pytest.raises(UserError, match=r"needs trained weights"):
+        model(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
+
+
+def test_a_narrower_ranker_is_one_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    narrow = {name: tensor.float() for name, tensor in tensors(random_ranker(0, width=16)).items()}
+    DistillCache().use(replace(found(folder), tensors=narrow), SHAPE)
+
+
+def test_half_precision_is_enough(tmp_path: Path) -> None:
+    whole = found(saved(tmp_path))
+    halved = replace(whole, tensors={name: tensor.half() for name, tensor in whole.tensors.items()})
+    kept = []
+    for one in (whole, halved):
+        policy = DistillCache()
+        policy.use(one, SHAPE)
+        cache = EvictionCache(tiny_model(), policy, 12)
+        tiny_model()(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
+        kept.append(set(cache.kept(0)[0].tolist()))
+    assert len(kept[0] & kept[1]) >= 10
+
+
+def test_a_run_says_whose_weights_it_used(tmp_path: Path) -> None:
+    from fake_plugins import make_model
+
+    first, second = make_model(tmp_path / "first"), make_model(tmp_path / "second", num_hidden_layers=3)
+    folder = saved(tmp_path / "weights", base_model=_of(first))
+
+    def identity(model: Path) -> dict[str, Any]:
+        settings = Settings(
+            policy="distillcache",
+            suite="toy",
+            budget="16",
+            model=str(model),
+            out=tmp_path / "runs",
+            weights=str(folder),
+        )
+        found: dict[str, Any] = plan.make_plan(settings).identity["policy"]["weights"]
+        return found
+
+    assert "transferred_from" not in identity(first)
+    assert identity(second)["transferred_from"] == "first"
+
+
+def _of(model: Path) -> dict[str, Any]:
+    from evictbench import models
+
+    sha256 = models.weights_hash(models.resolve(str(model)))
+    return {"name": "first", "sha256": sha256, "shape": weights.shape_data(SHAPE)}
