@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from evictbench.plot_palette import order
 from evictbench.plot_select import guarded
 from evictbench.results_frame import cells
 from evictbench.stats import Interval, mean_of_means
@@ -29,7 +30,7 @@ def budget_points(panels: Panels, metric: str = "score") -> pd.DataFrame:
     import pandas as pd
 
     rows = [row for name, samples in panels.items() for row in _points(name, samples, metric)]
-    return pd.DataFrame(rows)
+    return _ordered(pd.DataFrame(rows))
 
 
 def fidelity_points(panels: Panels) -> pd.DataFrame:
@@ -76,7 +77,19 @@ def error_modes(panels: Panels) -> pd.DataFrame:
                     "documents": int(documents[policy, budget]),
                 }
             )
-    return pd.DataFrame(rows)
+    return _ordered(pd.DataFrame(rows))
+
+
+def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
+    """Panel by panel, policies as legends name them, budgets by size, shares of the text behind numbers."""
+    panels, policies = list(dict.fromkeys(frame["panel"])), order(frame["policy"])
+
+    def place(row: Any) -> tuple[int, int, bool, float]:
+        budget = row.budget if isinstance(row.budget, str) else "0"
+        return panels.index(row.panel), policies.index(row.policy), budget.endswith("%"), float(budget.rstrip("%"))
+
+    places = [place(row) for row in frame.itertuples()]
+    return frame.iloc[sorted(range(len(frame)), key=lambda i: places[i])].reset_index(drop=True)
 
 
 def _points(panel: str, samples: pd.DataFrame, metric: str) -> list[dict[str, object]]:

@@ -136,7 +136,7 @@ def error_bars(frame: pd.DataFrame, title: str) -> Figure:
     figure, all_axes = new_figure(len(panels), (5.6, max(2.2, 0.27 * most + 0.9)))
     for axes, panel in zip(all_axes, panels, strict=True):
         here = frame[frame["panel"] == panel]
-        rows = [row for policy in order(here["policy"]) for row in _by_budget(here[here["policy"] == policy])]
+        rows: list[dict[str, Any]] = here.astype(object).where(here.notna(), None).to_dict("records")
         left = [0.0] * len(rows)
         for column, words, colour, hatch in MODES:
             widths = [row[column] for row in rows]
@@ -164,11 +164,6 @@ def error_bars(frame: pd.DataFrame, title: str) -> Figure:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
     return figure
-
-
-def _by_budget(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    return sorted(found, key=lambda row: (str(row["budget"]).endswith("%"), float(str(row["budget"] or 0).rstrip("%"))))
 
 
 def _lines(axes: Axes, here: pd.DataFrame, x: str, drawn: dict[str, Style]) -> None:

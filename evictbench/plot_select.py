@@ -43,6 +43,7 @@ PANELS = ("suite", "model", "task", *SHARED, *BUDGETED, "budget", "policy", "pol
 
 def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.DataFrame:
     """The samples whose columns have one of the values asked for; UserError names the near ones of an unknown one."""
+    kept = samples["doc_id"].notna()
     for column, values in chosen.items():
         check_column(column)
         words = samples[column].astype(object).map(said)
@@ -50,10 +51,10 @@ def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.Dat
         for value in values:
             if value not in known:
                 raise unknown(column, value, known, " in these results")
-        samples = samples[words.isin(list(values))]
-        if samples.empty:
-            raise UserError(f"No sample is left with {column} {', '.join(values)}.")
-    return samples
+        kept &= words.isin(list(values))
+        if not kept.any():
+            raise UserError(f"No sample with {column} {', '.join(values)} is among those that the other options leave.")
+    return samples[kept]
 
 
 def check_column(column: str) -> None:

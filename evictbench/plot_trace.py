@@ -219,7 +219,7 @@ def _framed(frame: pd.DataFrame) -> pd.DataFrame:
     budgets = frame.groupby("policy")["budget"].nunique().max() > 1
     names = frame["policy"].astype(str)
     if budgets:
-        names = names + frame["budget"].map(lambda budget: f" {budget}" if budget else "")
+        names = names + frame["budget"].map(lambda budget: f" {budget}" if isinstance(budget, str) else "")
     frame.insert(1, "line", names)
     return frame
 

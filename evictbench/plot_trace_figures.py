@@ -43,7 +43,7 @@ def memory(frame: pd.DataFrame, title: str) -> Figure:
         axes.set_xlabel("position (tokens seen)")
         axes.set_ylabel(f"{name.partition(',')[0]} (bytes)")
         bytes_axis(axes.yaxis)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(1.0, here["value"].max()))
         _lost(axes, here, drawn)
     legend(figure, list(panels.values()), drawn)
     return figure

@@ -244,7 +244,8 @@ def _samples(folder: Path, text: bool) -> pa.Table | None:
             io.BytesIO(data), pyarrow.json.ReadOptions(block_size=max(len(data) + 1, 1 << 20))
         )
         table.validate(full=True)  # a lone surrogate is no UTF-8
-        if not {*KEY, "score"} <= set(table.column_names):
+        needed = [*KEY, "score"]
+        if not set(needed) <= set(table.column_names) or any(table[name].null_count for name in needed):
             raise pa.ArrowInvalid("a line without a sample's key")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         lines = list(records.read_samples(folder).values())  # says which line is damaged

@@ -1,0 +1,202 @@
+"""`evictbench plot` from the command line: files, text, and a sentence with exit code 2 for what cannot be drawn."""
+
+import csv
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from plot_records import retention, right, steps, write_grid, write_run, write_trace
+
+import evictbench
+from evictbench import cli
+from evictbench.plot_data import budget_points
+
+
+@pytest.fixture
+def plot(capsys):
+    def call(*words):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plot", *map(str, words)])
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def grid(tmp_path):
+    write_grid(tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def test_pictures_of_all_there_is(plot, grid, tmp_path):
+    out = tmp_path / "new" / "plots"
+    code, said, err = plot(grid, "--out", out)
+    assert (code, err) == (0, "")
+    names = {f"{figure}-ruler-tiny.{form}" for figure in ("budget", "bytes", "errors") for form in ("png", "svg")}
+    assert {file.name for file in out.iterdir()} == names
+    assert all(name in said for name in names)
+    assert (out / "budget-ruler-tiny.png").read_bytes().startswith(b"\x89PNG")
+    svg = (out / "budget-ruler-tiny.svg").read_text()
+    assert "h2o" in svg
+    assert "</svg>" in svg
+
+
+def test_the_same_picture_again_is_the_same_file(plot, grid, tmp_path):
+    for folder in ("a", "b"):
+        plot(grid, "--figures", "budget", "--format", "svg", "--out", tmp_path / folder)
+    assert (tmp_path / "a" / "budget-ruler-tiny.svg").read_bytes() == (
+        tmp_path / "b" / "budget-ruler-tiny.svg"
+    ).read_bytes()
+
+
+def test_csv_is_the_numbers_of_the_picture(plot, grid):
+    code, out, _ = plot(grid, "--figures", "budget", "--format", "csv")
+    assert code == 0
+    rows = list(csv.DictReader(io.StringIO(out.strip())))
+    want = budget_points({"": evictbench.results(grid)}).set_index(["policy", "budget"])
+    assert len(rows) == len(want) == 7
+    for row in rows:
+        if row["budget"]:
+            assert float(row["value"]) == want.loc[(row["policy"], row["budget"]), "value"]
+            assert float(row["low"]) == want.loc[(row["policy"], row["budget"]), "low"]
+
+
+def test_tables_for_eyes_papers_and_pages(plot, grid):
+    _, table, _ = plot(grid, "--figures", "budget", "--format", "table")
+    assert "ruler on tiny: niah, 10 samples" in table
+    assert [word in table for word in ("h2o", "0.8", "entries")] == [True] * 3
+    _, markdown, _ = plot(grid, "--figures", "errors", "--format", "markdown", "--policy", "h2o")
+    lines = markdown.strip().splitlines()
+    assert lines[0] == "| policy | budget | repetition | over_long | wrong | score | documents |"
+    assert lines[2] == "| h2o | 64 | 0 | 0 | 0.6 | 0.4 | 10 |"
+    _, latex, _ = plot(grid, "--figures", "errors", "--format", "latex", "--policy", "h2o")
+    assert r"policy & budget & repetition & over\_long & wrong & score & documents \\" in latex
+    assert r"\toprule" in latex
+    assert not (grid.parent / "results").exists()
+
+
+def test_filters_and_panels(plot, tmp_path):
+    for question in ("seen", "unseen"):
+        write_grid(tmp_path / "runs" / question, question=question)
+    code, _, err = plot(tmp_path / "runs", "--format", "csv")
+    assert code == 2
+    assert "question is" in err
+    assert "--by question" in err
+    code, out, _ = plot(tmp_path / "runs", "--where", "question=seen", "--figures", "budget", "--format", "csv")
+    assert code == 0
+    assert len(out.strip().splitlines()) == 8
+    code, out, _ = plot(tmp_path / "runs", "--by", "question", "--figures", "budget", "--format", "csv")
+    assert code == 0
+    assert {row["panel"] for row in csv.DictReader(io.StringIO(out.strip()))} == {"question seen", "question unseen"}
+
+
+def test_each_suite_and_model_is_a_figure_of_its_own(plot, tmp_path):
+    for suite, model in (("ruler", "a/b"), ("ruler", "c"), ("lm-eval:gsm8k_cot", "c")):
+        write_run(tmp_path / "runs", right(1, 3), suite=suite, model=model)
+    plot(tmp_path / "runs", "--figures", "budget", "--format", "png", "--out", tmp_path / "plots")
+    names = sorted(file.name for file in (tmp_path / "plots").iterdir())
+    assert names == ["budget-lm-eval_gsm8k_cot-c.png", "budget-ruler-a_b.png", "budget-ruler-c.png"]
+
+
+def test_unlike_samples_are_said_on_stderr(plot, tmp_path):
+    write_run(tmp_path, right(1, 3))
+    write_run(tmp_path, right(1, 5), policy="tova")
+    code, _, err = plot(tmp_path, "--format", "csv")
+    assert code == 0
+    assert "warning: ruler, tiny: Not every policy and budget has the same samples of niah (3 to 5" in err
+    code, out, err = plot(tmp_path, "--format", "csv", "--figures", "budget", "--paired")
+    assert err == ""
+    assert {row["documents"] for row in csv.DictReader(io.StringIO(out.strip()))} == {"3"}
+
+
+def test_a_trace_is_drawn_from_its_folder(plot, tmp_path):
+    folder = write_trace(tmp_path / "fast", steps(), retention())
+    code, _, err = plot(folder, "--out", tmp_path / "plots", "--format", "png")
+    assert (code, err) == (0, "")
+    names = {file.name for file in (tmp_path / "plots").iterdir()}
+    assert names == {"latency-fast.png", "memory-fast.png", "retention-fast.png", "kept-fast.png"}
+    code, out, _ = plot(folder, "--figures", "memory", "--format", "csv", "--policy", "h2o")
+    assert code == 0
+    assert {row["policy"] for row in csv.DictReader(io.StringIO(out.strip()))} == {"h2o"}
+
+
+BAD = [
+    (("--metric", "scoer"), "Unknown metric 'scoer': did you mean score or"),
+    (("--by", "contxt"), "Unknown column 'contxt': did you mean context?"),
+    (("--task", "niahh"), "Unknown task 'niahh' in these results: did you mean niah?"),
+    (("--suite", "rulr"), "Unknown suite 'rulr' in these results: did you mean ruler?"),
+    (("--model", "tinny"), "Unknown model 'tinny' in these results: did you mean tiny?"),
+    (("--policy", "h20"), "Unknown policy 'h20' in these results: did you mean h2o?"),
+    (("--figures", "budgets"), "Unknown figure 'budgets': did you mean budget or"),
+    (("--figures", "latency"), "The figure latency is of a trace"),
+    (("--figures", "fidelity"), "has no KL and no perplexity"),
+    (("--format", "pgn"), "Unknown format 'pgn': did you mean png"),
+    (("--where", "seen"), "--where takes column=value"),
+    (("--allow", "promt"), "Unknown column 'promt'"),
+    (("--metric", "decode_seconds"), "plot a trace"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD)
+def test_bad_input_is_one_sentence(plot, grid, words, sentence):
+    code, out, err = plot(grid, *words)
+    assert code == 2
+    assert out == ""
+    assert sentence in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_folders_without_results_are_a_sentence(plot, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, sentence in (("nowhere", "There is no folder"), ("empty", "There are no results in")):
+        code, _, err = plot(tmp_path / folder, "--out", tmp_path / "plots")
+        assert code == 2
+        assert sentence in err
+    assert not (tmp_path / "plots").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(plot, grid, tmp_path, monkeypatch):
+    (tmp_path / "locked").mkdir()
+    real = os.access  # which always lets root write
+    monkeypatch.setattr(os, "access", lambda path, mode: real(path, mode) and "locked" not in str(path))
+    code, _, err = plot(grid, "--out", tmp_path / "locked" / "plots")
+    assert code == 2
+    assert "no permission" in err
+
+
+def test_a_file_in_the_way_is_a_sentence(plot, grid, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = plot(grid, "--out", tmp_path / "file" / "plots")
+    assert code == 2
+    assert "is a file; plots need a folder" in err
+
+
+def test_no_write_permission_found_late_is_a_sentence(plot, grid, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Figure, "savefig", refuse)
+    code, _, err = plot(grid, "--out", tmp_path / "plots")
+    assert code == 2
+    assert "Plots cannot be written to" in err
+    assert "Permission denied" in err
+
+
+def test_plotting_and_its_help_import_no_torch(grid):
+    code = (
+        "import sys\nfrom evictbench import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'pandas', 'matplotlib', 'pyarrow', 'scipy'}\n"
+        "print('IMPORTED', *sorted(heavy & set(sys.modules)))"
+    )
+
+    def imported(*words):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+        return done.stdout.rpartition("IMPORTED")[2].split()
+
+    assert imported("plot", "--help") == []
+    assert not {"torch", "transformers"} & set(imported("plot", str(grid), "--format", "csv"))
