@@ -17,7 +17,7 @@ from twin.tiny import VOCAB
 
 if TYPE_CHECKING:
     from twin.rules import Moment
-    from twin.simulate import Record
+    from twin.simulate import Head, Record
 
 RECENT = 64
 """The queries whose entropies an entry remembers."""
@@ -139,12 +139,14 @@ class DistillCache(Rule):
     """After every forward the best entries stay, the same ones in every layer and head; nothing is protected.
 
     `length`: what a share of the budget is a share of: the tokens "seen", or those in the "cache" with the last
-    forward's own, which is algorithm 1 to the letter.
+    forward's own, which is algorithm 1 to the letter. `heads`: "hybrid", a fifth of the KV heads keeps everything and
+    the others so little that the mean is the budget.
     """
 
     weights_seed: int = 0
     equal: bool = False
     length: Literal["seen", "cache"] = "seen"
+    heads: Literal["shared", "hybrid"] = "shared"
 
     name = "distillcache"
     shares = "model"
@@ -155,6 +157,9 @@ class DistillCache(Rule):
 
     def cut(self, record: Record, moment: Moment) -> list[Cut]:
         kv_heads = record.dense.kv_heads
+        if self.heads == "hybrid":
+            together = _hybrid(self, record, range(moment.first, moment.next_query), moment.budget)
+            return [together[moment.layer, kv_head] for kv_head in range(kv_heads)]
         held, budget = record.held[moment.layer][0], moment.budget
         if self.length == "cache" and moment.share is not None:
             budget = max(LEAST, math.floor(moment.share * len(held)))
@@ -173,13 +178,48 @@ def _chosen(rule: DistillCache, record: Record, held: tuple[int, ...], queries: 
     return choose({token: rule.ranker.score(numbers[token]) for token in held}, count)
 
 
+@lru_cache(maxsize=1)
+def _hybrid(rule: DistillCache, record: Record, queries: range, budget: int) -> dict[Head, Cut]:
+    """What each (layer, kv_head) keeps; decided before any of them has been cut, and kept for those that ask later."""
+    held = {
+        (layer, kv_head): positions
+        for layer, heads in enumerate(record.held)
+        for kv_head, positions in enumerate(heads)
+    }
+    fifth, seen = len(held) // 5, queries.stop
+    visible = min(held.values(), key=len)
+    count = (budget * len(held) - (seen + 1) * fifth) // (len(held) - fifth) - 1
+    if len(visible) <= count:
+        return {head: Cut(list(positions)) for head, positions in held.items()}
+    cut = rule.select(record, tuple(visible), queries, count)
+    if len(visible) < seen:
+        whole, gap = [head for head, positions in held.items() if len(positions) == seen], math.inf
+    else:
+        lost = [token for token in visible if token not in cut.kept]
+        given = {head: sum(_given(record, head, token, queries) for token in lost) for head in held}
+        ranked = sorted(held, key=lambda head: (-given[head], head))
+        whole = ranked[:fifth]
+        gap = given[ranked[fifth - 1]] - given[ranked[fifth]] if fifth else math.inf
+    return {
+        head: Cut(list(positions)) if head in whole else Cut(cut.kept, min(cut.gap, gap))
+        for head, positions in held.items()
+    }
+
+
+def _given(record: Record, head: Head, token: int, queries: range) -> float:
+    """The attention that a KV head's queries gave to a token."""
+    layer, kv_head = head
+    mine = record.probs[layer][record.heads_of(kv_head), queries.start : queries.stop, token]
+    return mine.sum().item()
+
+
 @st.composite
-def distillcache_cases(draw: st.DrawFn, long: bool = False) -> Case:
+def distillcache_cases(draw: st.DrawFn, long: bool = False, hybrid: bool = False) -> Case:
     """Texts, models, rankers, budgets and all the ways to run them. `long`: of more tokens than the ring has queries.
 
     Shares come to 32 entries at least.
     """
-    share = draw(st.booleans())
+    share = hybrid or draw(st.booleans())
     if long:
         length = draw(st.integers(RECENT - 4, RECENT + 16))
     elif share:
@@ -190,16 +230,14 @@ def distillcache_cases(draw: st.DrawFn, long: bool = False) -> Case:
     token = st.integers(0, VOCAB - 1)
     new_tokens = draw(st.integers(0, 10))
     given = draw(st.booleans())
-    amounts = (
-        st.sampled_from([0.5, 0.75, 0.9, 1.0])
-        if share
-        else st.one_of(st.integers(1, 48), st.integers(8, 20), st.integers(1, 3))
-    )
+    shares = [0.25, 0.5, 0.6, 0.9] if hybrid else [0.5, 0.75, 0.9, 1.0]
+    amounts = st.sampled_from(shares) if share else st.one_of(st.integers(1, 48), st.integers(8, 20), st.integers(1, 3))
     return Case(
         rule=DistillCache(
             weights_seed=draw(st.integers(0, 9)),
             equal=draw(st.integers(0, 5)) == 5,
-            length=draw(st.sampled_from(["seen", "cache"])),
+            length="seen" if hybrid else draw(st.sampled_from(["seen", "cache"])),
+            heads="hybrid" if hybrid else "shared",
         ),
         kind=draw(st.sampled_from(["llama", "qwen3"])),
         model_seed=draw(st.integers(0, 3)),
