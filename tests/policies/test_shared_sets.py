@@ -127,6 +127,16 @@ def test_padding_on_the_left_changes_nothing(name: str, shares: Any) -> None:
     assert answers(prompts) == [answers([prompt])[0] for prompt in prompts]
 
 
+def test_what_is_shared_is_held_once() -> None:
+    """Positions and sums of attention, 4 bytes each a slot, and where the next entry goes, 8 bytes."""
+    model, held = tiny_model(layers=3, kv_heads=2), []
+    for shares, sets in (("head", 6), ("layer", 3), ("model", 1)):
+        cache = EvictionCache(model, H2O(H2O.Config(shares=shares)), 16)  # type: ignore[arg-type]
+        model(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
+        held.append(cache.nbytes() - sets * (cache.layers[0].capacity * 8 + 8))
+    assert held == [held[0]] * 3
+
+
 @pytest.mark.parametrize("cls", POLICIES.values(), ids=POLICIES)
 def test_sharing_with_nobody_known_is_refused(cls: type[Policy]) -> None:
     with pytest.raises(UserError, match=f"{cls.name}: shares is head, layer, model, not 'row'"):

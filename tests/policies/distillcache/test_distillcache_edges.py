@@ -58,20 +58,33 @@ def test_padding_on_the_left_changes_nothing(budget: Any, chunk: int | None) -> 
         assert cache.kept(0, row).tolist() == own.kept(0).tolist()
 
 
-def test_rows_together_keep_what_each_keeps_alone() -> None:
+@pytest.mark.parametrize("length", ["seen", "cache"])
+def test_rows_together_keep_what_each_keeps_alone(length: Any) -> None:
     model = tiny_model(kv_heads=2, groups=2)
     texts = [
         Text(row, tuple(random_tokens(24 + 17 * row, row)), tuple(random_tokens(6 + 3 * row, 100 + row)))
         for row in range(5)
     ]
     for budget in ("18", "40%"):
-        alone = evaluate(model, ranked(), Budget.parse(budget), texts, batch_size=1)
-        together = evaluate(model, ranked(), Budget.parse(budget), texts, batch_size=3, chunk=7)
+        policy = ranked(length=length)
+        alone = evaluate(model, policy, Budget.parse(budget), texts, batch_size=1)
+        together = evaluate(model, policy, Budget.parse(budget), texts, batch_size=3, chunk=7)
         assert any(one.metrics["kl"] > 1e-4 for one in alone)
         for one, other in zip(alone, together, strict=True):
             assert [token.kl for token in one.divergence] == pytest.approx(
                 [token.kl for token in other.divergence], abs=1e-9
             )
+
+
+def test_the_cache_read_to_the_letter_in_a_padded_batch() -> None:
+    """Each row's share is one of what that row holds."""
+    model, prompts = tiny_model(), [random_tokens(length, length) for length in (90, 41, 1)]
+    together, cache = generate(model, ranked(length="cache"), prompts, "75%", 12)
+    for row, prompt in enumerate(prompts):
+        alone, own = generate(model, ranked(length="cache"), [prompt], "75%", 12)
+        assert together[row] == alone[0]
+        assert cache.kept(0, row).tolist() == own.kept(0).tolist()
+    assert cache.held[:2] == [31, 31]
 
 
 @pytest.mark.parametrize("budget", [55, 1000, "100%"])
