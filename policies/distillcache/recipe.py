@@ -16,13 +16,13 @@ class Recipe:
 
     method: "reinforce", by the divergence that its choices cause; "supervised", by what the dense run attends to later.
     start: a folder of weights to begin with; none: from fresh ones.
-    horizon: tokens that a text goes on for after its prompt, one decision each.
+    horizon: tokens that a text goes on for after its prompt, one decision each. gamma: the discount of rewards to come,
+    and of attention to come.
 
     reinforce: samples, rows of one text that each draw their sets; temperature: what scores are divided by when sets
-    are drawn; sampler: "gumbel", as published, or "poisson", which
-    follows the law whose probability the gradient is of; gamma: the discount of rewards to come; entropy: the weight of
-    a choice's surprise; average: how slowly the moving average of returns forgets; normalise: advantages are divided by
-    their spread over a text's samples and steps, which is not in the paper.
+    are drawn; sampler: "gumbel", as published, or "poisson", which follows the law whose probability the gradient is
+    of; entropy: the weight of a choice's surprise; average: how slowly the moving average of returns forgets;
+    normalise: advantages are divided by their spread over a text's samples and choices, which is not in the paper.
 
     supervised: target, "importance", the regression of the logarithm of later attention, or "set", the likelihood of
     the teacher's best set under the law; cuts: of each text; every: steps between the decisions that are looked at.

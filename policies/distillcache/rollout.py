@@ -190,10 +190,13 @@ class _Saved:
         self.cache.held = [len(slots)]
 
 
-def later_attention(attention: Tensor, after: int, positions: Tensor) -> Tensor:
-    """What the tokens of `Reading.read_on` after the first `after` of them give to the entries at `positions`, in the
-    mean: of attention `[tokens, stop]` and positions `[.., slots]`, `[.., slots]`."""
-    return attention[min(after, len(attention) - 1) :].mean(0)[positions]
+def later_attention(attention: Tensor, after: int, positions: Tensor, gamma: float = 1.0) -> Tensor:
+    """What the tokens of `Reading.read_on` after the first `after` of them give to the entries at `positions`: of
+    attention `[tokens, stop]` and positions `[.., slots]`, their mean `[.., slots]`, each weighing gamma times the one
+    before it."""
+    rows = attention[min(after, len(attention) - 1) :]
+    weights = gamma ** torch.arange(len(rows), dtype=rows.dtype, device=rows.device)
+    return ((weights / weights.sum()) @ rows)[positions]
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The supervised ranker of DistillCache's ablation: it learns what a dense run will attend to.
 
 Althoubi (arXiv 2608.08878, appendix F.6) regresses "teacher-derived importance" on the same five numbers, and says no
-more. Here an entry's importance is the attention that it gets in the dense run from all tokens of the text after the
-choice, the mean over layers, query heads and those tokens. The choices are a prompt's cut and later ones, of a student
-that draws its sets by that same attention (Gumbel top-B), so that both kinds are learned on sets worth holding.
+more. Here an entry's importance is the attention that it gets in the dense run from the tokens of the text after the
+choice, the mean over layers, query heads and those tokens, which are discounted as rewards are. The choices are a
+prompt's cut and later ones, of a student that draws its sets by that same attention (Gumbel top-B), so that both kinds
+are learned on sets worth holding.
 
 Episodes are made once a text and kept on the disk. `target=importance`: the squared error of the score against the
 logarithm of the importance, both about their mean over the entries of a choice, since only differences rank.
@@ -46,7 +47,7 @@ class SupervisedLearner(RankerLearner):
     def feature_settings(self) -> Mapping[str, Any]:
         """All that an episode depends on besides its text."""
         shares = [str(self.share(budget)) for budget in self.budgets]
-        recipe = {name: getattr(self.recipe, name) for name in ("horizon", "cuts", "every")}
+        recipe = {name: getattr(self.recipe, name) for name in ("horizon", "cuts", "every", "gamma")}
         return {"learner": "distillcache", "version": 1, "shares": shares, **recipe}
 
     def features(self, model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
@@ -79,7 +80,8 @@ class SupervisedLearner(RankerLearner):
         horizon = min(self.recipe.horizon, len(attention) - 1)
 
         def importance(moment: Moment) -> Tensor:
-            return (later_attention(attention, moment.first, moment.positions) + LEAST_ATTENTION).log()
+            found = later_attention(attention, moment.first, moment.positions, self.recipe.gamma)
+            return (found + LEAST_ATTENTION).log()
 
         def choose(moment: Moment) -> Tensor:
             return gumbel_top(importance(moment).cpu(), moment.size, generator).to(moment.features.device)
@@ -154,8 +156,9 @@ def _measured(scores: Tensor, later: Tensor, held: Tensor, size: Tensor) -> dict
     cut = held - size > 1
     recall = (best & own).sum(-1) / size
     kept = (importance * own).sum(-1) / (importance * best).sum(-1)
-    dropped = later.masked_fill(own, torch.inf).amin(-1)
-    rank = (later < dropped[:, None]).sum(-1) - (later == -torch.inf).sum(-1)
+    padding = later == -torch.inf
+    dropped = later.masked_fill(own | padding, torch.inf).amin(-1)
+    rank = ((later < dropped[:, None]) & ~padding).sum(-1)
     least = (rank < (held / 8).clamp(min=1)).float()
     return {
         "recall": float(recall[cut].mean()),

@@ -20,7 +20,7 @@ from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.reinforce import ReinforceLearner, returns
 from evictbench.policies.distillcache.rollout import Decision, Episode, Moment, Reading, later_attention
 from evictbench.policies.distillcache.subset import gumbel_top
-from evictbench.policies.distillcache.supervised import SupervisedLearner
+from evictbench.policies.distillcache.supervised import SupervisedLearner, _measured
 
 LENGTH, PROMPT, STEPS = 72, 50, 12
 SHARE = Budget(share=0.6)
@@ -174,6 +174,9 @@ def test_what_the_teacher_attends_to(model: Any) -> None:
     positions = torch.tensor([[0, 7, 39], [2, 41, 45]])
     later = later_attention(found, 6, positions)
     torch.testing.assert_close(later, expected[6:].mean(0).float()[positions], rtol=0, atol=1e-6)
+    discounted = sum(0.5**wait * row for wait, row in enumerate(expected[6:])) / 2
+    later = later_attention(found, 6, positions, 0.5)
+    torch.testing.assert_close(later, discounted.float()[positions], rtol=0, atol=1e-6)
 
 
 # The surrogate.
@@ -373,7 +376,7 @@ def test_it_learns(tiny_llama: Any) -> None:
 def test_stored_choices(model: Any) -> None:
     """Every choice's entries, their features as floats bit for bit, and the label against the whole matrix."""
     length = 160
-    learner = learner_for(training(model, method="supervised", every=3, length=length, budgets=(96,)))
+    learner = learner_for(training(model, method="supervised", every=3, length=length, budgets=(96,), gamma=1.0))
     tokens = torch.tensor([text(length=length)])
     with torch.no_grad():
         found, again = (learner.features(model, tokens) for _ in range(2))
@@ -432,6 +435,24 @@ def test_squared_error_against_loops(model: Any) -> None:
                 scores, label = learner.ranker(numbers[:held]), later[:held]
                 expected.append(float(((scores - scores.mean()) - (label - label.mean())).square().mean()))
     assert found == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_what_is_measured() -> None:
+    """By hand: two cuts of five, the second padded, and a later choice that drops the third least of eight."""
+    later = torch.tensor(
+        [[0.4, 0.3, 0.2, 0.1, 0.0, 0, 0, 0], [0.5, 0.4, 0.1, 0, 0, 0, 0, 0], [8.0, 7, 6, 5, 4, 3, 2, 1]]
+    )
+    held = torch.tensor([5, 3, 8])
+    padding = torch.arange(8) >= held[:, None]
+    later = later.log().masked_fill(padding, -torch.inf).clamp(min=-90).masked_fill(padding, -torch.inf)
+    scores = torch.tensor([[5.0, 1, 4, 2, 3, 9, 9, 9], [1.0, 2, 3, 9, 9, 9, 9, 9], [8.0, 7, 6, 5, 4, 0, 2, 1]])
+    found = _measured(scores.masked_fill(padding, -torch.inf), later, held, torch.tensor([2, 1, 7]))
+    assert found["recall"] == pytest.approx((1 / 2 + 0) / 2)
+    assert found["kept"] == pytest.approx((0.6 / 0.7 + 0.1 / 0.5) / 2)
+    assert found["last"] == 0
+    scores[2, [5, 7]] = torch.tensor([1.0, 0.0])
+    found = _measured(scores.masked_fill(padding, -torch.inf), later, held, torch.tensor([2, 1, 7]))
+    assert found["last"] == 1
 
 
 def test_start_from_weights(model: Any, tmp_path: Path) -> None:
