@@ -27,7 +27,7 @@ def score_and_rate(weights: Mapping[str, Tensor], hidden: Tensor, position: int,
     inner = inner * 0.5 * (1 + torch.erf(inner / math.sqrt(2)))
     score = float(weights["to_score.weight"][kv_head] @ inner) + 1e-6 * position
     raw = float(weights["to_rate.weight"][kv_head] @ inner + weights["to_rate.bias"][kv_head])
-    return score, -math.log1p(math.exp(raw))
+    return score, -(max(raw, 0.0) + math.log1p(math.exp(-abs(raw))))
 
 
 # Ranking and recursion, of one head.

@@ -16,10 +16,10 @@ from evictbench.policy import Arriving
 from twin.indexmem_pp_run import Run, Told
 
 
-class ToldScores(IndexMem):
+class ToldScores(IndexMem):  # type: ignore[misc, unused-ignore]
     """IndexMem++ whose scores and rates are tables `[layers, kv_heads, tokens]`, by position."""
 
-    taps = frozenset()  # type: ignore[assignment]
+    taps: frozenset[Any] = frozenset()  # type: ignore[assignment, unused-ignore]
 
     def __init__(self, config: Any, scores: Tensor, rates: Tensor) -> None:
         super().__init__(config)

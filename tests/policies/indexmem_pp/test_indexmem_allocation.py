@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evictbench.errors import UserError
-from evictbench.policies.indexmem_pp.allocation import mass_budgets, read_table, table_budgets
+from evictbench.policies.indexmem_pp import allocation
+from evictbench.policies.indexmem_pp.allocation import read_table
 from evictbench.policy import ModelShape
 from twin.indexmem_pp import by_common_mass, fill_by_mass
 
 Allocate = Callable[..., Tensor]
+
+mass_budgets: Allocate = allocation.mass_budgets
+table_budgets: Allocate = allocation.table_budgets
 
 
 def some(heads: int, slots: int, seed: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,7 +138,8 @@ def test_impossible_budgets_are_refused() -> None:
 
 class TooMuch(ToldScores):
     def divide(self, division: Division) -> Tensor:
-        return super().divide(division) + 1
+        places: Tensor = super().divide(division)
+        return places + 1
 
 
 @pytest.mark.parametrize("centroids", [0, 2])

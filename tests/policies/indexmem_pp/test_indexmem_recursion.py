@@ -14,11 +14,12 @@ from torch import Tensor
 
 from evictbench.pages import NEVER
 from evictbench.policies.indexmem_pp import recursion
-from evictbench.policies.indexmem_pp.recursion import deadlines
 from twin.indexmem_pp import Pool
 from twin.indexmem_pp import deadlines as twin_deadlines
 
 Deadlines = Callable[..., Tensor]
+
+deadlines: Deadlines = recursion.deadlines
 
 
 def in_parts(

@@ -183,7 +183,7 @@ class LateDeadline(ToldScores):
     """Everything is seen by one query of the context too many."""
 
     def leaving(self, rivals: Rivals) -> Tensor:
-        ends = super().leaving(rivals)
+        ends: Tensor = super().leaving(rivals)
         return torch.where(ends < rivals.first + rivals.new, ends + 1, ends)
 
 
@@ -193,7 +193,7 @@ class FrozenRanks(ToldScores):
     def leaving(self, rivals: Rivals) -> Tensor:
         score, rate = rivals.state["score"].unbind(-1)
         frozen = recursion.effective(score, rate, rivals.first - rivals.positions)
-        return recursion.deadlines(
+        ends: Tensor = recursion.deadlines(
             frozen,
             torch.zeros_like(rate),
             rivals.positions,
@@ -203,6 +203,7 @@ class FrozenRanks(ToldScores):
             sinks=self.sinks,
             window=self.window,
         )
+        return ends
 
 
 class RankedByMass(ToldScores):
@@ -210,7 +211,8 @@ class RankedByMass(ToldScores):
 
     def divide(self, division: Division) -> Tensor:
         mass = division.mass / division.mass.sum(-1, keepdim=True)
-        return super().divide(replace(division, mass=mass, worth=mass))
+        places: Tensor = super().divide(replace(division, mass=mass, worth=mass))
+        return places
 
 
 class OneCentroid(ToldScores):

@@ -1,0 +1,240 @@
+"""IndexMem++ with its scorer: against the twin, whatever the chunks, and rows together as each alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from indexmem_cases import Case
+from indexmem_engine import feed, first_clusters, kept
+from torch import Tensor
+
+from evictbench.budget import Budget
+from evictbench.fidelity import Text, evaluate
+from evictbench.paged import PagedCache
+from evictbench.policies.indexmem_pp import IndexMem, Settings
+from evictbench.policies.indexmem_pp.scorer import Scorer
+from evictbench.policy import ModelShape
+from evictbench.rows import admit, release
+from evictbench.weights import Weights
+from twin.indexmem_pp import score_and_rate
+from twin.indexmem_pp_run import Rules, Run, Told
+from twin.tiny import random_tokens, tiny_model
+
+WIDTH = 8
+
+
+def random_tensors(hidden: int, layers: int, kv_heads: int, seed: int) -> dict[str, Tensor]:
+    """Scores that spread over units and fall by as much within tens of positions."""
+    generator = torch.Generator().manual_seed(seed)
+    names = Scorer(hidden, WIDTH, kv_heads).state_dict()
+    tensors = {name: torch.randn((layers, *tensor.shape), generator=generator) * 0.5 for name, tensor in names.items()}
+    tensors["to_rate.weight"] *= 1000
+    tensors["to_rate.bias"] = tensors["to_rate.bias"].abs() * 1000
+    return tensors
+
+
+def fitted(model: Any, seed: int = 0, **config: Any) -> tuple[IndexMem, dict[str, Tensor]]:
+    shape = ModelShape.of(model.config)
+    tensors = random_tensors(model.config.hidden_size, shape.layers, shape.kv_heads, seed)
+    policy = IndexMem(Settings(**config))
+    policy.use(Weights(tensors, {"settings": {"sinks": 2, "window": 4, "centroids": 2}}, "a test", "0"), shape)
+    return policy, tensors
+
+
+def twin_of(
+    model: Any, tensors: dict[str, Tensor], rules: Rules, tokens: list[int], parts: list[tuple[int, int]]
+) -> Told:
+    by_layer = [{name: tensor[layer].double() for name, tensor in tensors.items()} for layer in range(2)]
+
+    def judge(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
+        return score_and_rate(by_layer[layer], received, position, kv_head)
+
+    case = Case(rules, "llama", 0, 2, 2, len(tokens), 0, 1, "spread")
+    twin = Run(model, judge, rules, first_clusters(case), len(tokens))
+    for begin, end in parts:
+        twin.read(tokens[begin:end])
+    return twin.told()
+
+
+def in_parts(model: Any, cache: PagedCache, tokens: list[int], parts: list[tuple[int, int]]) -> Tensor:
+    return torch.cat([feed(model, cache, tokens[begin:end]) for begin, end in parts])
+
+
+def parts_of(length: int, context: int, chunk: int) -> list[tuple[int, int]]:
+    """The context in chunks, then token by token."""
+    chunks = [(begin, min(begin + chunk, context)) for begin in range(0, context, chunk)]
+    return [*chunks, *((at, at + 1) for at in range(context, length))]
+
+
+@pytest.mark.engine
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    length=st.integers(20, 60),
+    context=st.integers(1, 50),
+    chunk=st.integers(1, 40),
+    budget=st.integers(9, 30),
+    prefill=st.sampled_from(["native", "dense", "bounded"]),
+    kind=st.sampled_from(["llama", "qwen3"]),
+    seed=st.integers(0, 20),
+)
+def test_the_scorer_reads_what_attention_receives(
+    length: int, context: int, chunk: int, budget: int, prefill: Any, kind: Any, seed: int
+) -> None:
+    model = tiny_model(kind)
+    policy, tensors = fitted(model, seed)
+    context = min(context, length)
+    tokens, parts = random_tokens(length, seed), parts_of(length, context, chunk)
+    rules = Rules(context=context, budget=budget, sinks=2, window=4, centroids=2, prefill=prefill)
+    twin = twin_of(model, tensors, rules, tokens, parts)
+    assume(twin.closest > 1e-3)
+    cache = PagedCache(model, policy, budget, prefill=prefill, prompt_length=context)
+    torch.testing.assert_close(in_parts(model, cache, tokens, parts), twin.logits, atol=1e-9, rtol=0)
+    assert not model.model.layers[0].self_attn._forward_pre_hooks
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prefill", ["native", "bounded", "dense"])
+def test_chunks_change_nothing(prefill: Any) -> None:
+    model = tiny_model("qwen3")
+    tokens = random_tokens(160, 2)
+    policy, _ = fitted(model, 3)
+
+    def read(chunk: int) -> tuple[Tensor, list[list[int]]]:
+        cache = PagedCache(model, policy, 32, prefill=prefill, prompt_length=130)
+        logits = in_parts(model, cache, tokens, parts_of(160, 130, chunk))
+        return logits, [kept(cache, layer, head) for layer in range(2) for head in range(2)]
+
+    whole = read(130)
+    for chunk in (1, 7, 64, 100):
+        logits, held = read(chunk)
+        assert held == whole[1]
+        torch.testing.assert_close(logits, whole[0], atol=1e-9, rtol=0)
+
+
+def test_a_question_in_one_chunk_or_token_by_token() -> None:
+    model = tiny_model("llama")
+    tokens = random_tokens(90, 4)
+    policy, _ = fitted(model, 1)
+    found = []
+    for parts in ([(0, 50), (50, 70)], [(0, 50), (50, 51), (51, 62), (62, 70)], [(0, 50)]):
+        cache = PagedCache(model, policy, 20, prompt_length=50)
+        after = parts[-1][1]
+        found.append(in_parts(model, cache, tokens, [*parts, *((at, at + 1) for at in range(after, 90))]))
+    torch.testing.assert_close(found[0], found[2], atol=1e-9, rtol=0)
+    torch.testing.assert_close(found[1], found[2], atol=1e-9, rtol=0)
+
+
+BUDGETS: list[int | str] = [14, 20, "50%"]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_rows_come_and_go(budget: int | str) -> None:
+    model = tiny_model("llama")
+    policy, _ = fitted(model, 2)
+    texts = [random_tokens(n, n) for n in (100, 41, 73, 160, 25)]
+    prompts = [40, 5, 60, 90, 20]
+
+    def prompt_cache(index: int) -> PagedCache:
+        return PagedCache(model, policy, budget, prompt_length=prompts[index])
+
+    expected = [
+        in_parts(model, prompt_cache(index), text, parts_of(len(text), prompts[index], 200))
+        for index, text in enumerate(texts)
+    ]
+    cache = PagedCache(model, policy, budget, rows=2)
+    waiting, active = list(range(len(texts))), list[int]()
+    while waiting or active:
+        while waiting and len(active) < 2:
+            index = waiting.pop(0)
+            prompt = prompt_cache(index)
+            feed(model, prompt, texts[index][: prompts[index]])
+            assert admit(cache, prompt) == len(active)
+            active.append(index)
+        tokens = [[texts[index][cache.seen[row]]] for row, index in enumerate(active)]
+        with torch.no_grad(), cache.listening():
+            logits = model(
+                input_ids=torch.tensor(tokens),
+                position_ids=torch.tensor(cache.seen)[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, 0]
+        for row, index in enumerate(active):
+            torch.testing.assert_close(logits[row], expected[index][cache.seen[row] - 1], atol=1e-9, rtol=0)
+        assert cache.nbytes() == cache.bytes_held
+        for row in range(len(active) - 1, -1, -1):
+            if cache.seen[row] == len(texts[active[row]]):
+                release(cache, row)
+                active[row] = active[-1]
+                active.pop()
+
+
+@pytest.mark.parametrize("prefill", ["native", "bounded"])
+@pytest.mark.parametrize("budget", [12, "50%"])
+def test_left_padded_batches_in_generate(budget: int | str, prefill: Any) -> None:
+    model: Any = tiny_model("llama")
+    policy, _ = fitted(model, 5)
+    prompts = [random_tokens(9, 1), random_tokens(31, 2), random_tokens(1, 3), random_tokens(12, 6)]
+    settings_of_generate: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    alone = []
+    for prompt in prompts:
+        cache = PagedCache(model, policy, budget, prefill=prefill)
+        with cache.listening():
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
+                past_key_values=cache,
+                **settings_of_generate,
+            )
+        alone.append(out[0, len(prompt) :].tolist())
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    cache = PagedCache(model, policy, budget, prefill=prefill)
+    with cache.listening():
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings_of_generate)
+    assert out[:, longest:].tolist() == alone
+
+
+def test_rows_measure_as_the_twin_says() -> None:
+    model = tiny_model("qwen3")
+    policy, tensors = fitted(model, 4)
+    made = []
+    for key, (prompt, following) in enumerate([(40, 20), (50, 5), (60, 30), (30, 1)]):
+        drawn = tuple(random_tokens(prompt + following, seed=key))
+        made.append(Text(key, drawn[:prompt], drawn[prompt:]))
+    measured = evaluate(model, policy, Budget(tokens=16), made, batch_size=2, chunk=17)
+    for text, found in zip(made, measured, strict=True):
+        tokens = [*text.prompt, *text.continuation]
+        rules = Rules(context=len(text.prompt), budget=16, sinks=2, window=4, centroids=2)
+        twin = twin_of(model, tensors, rules, tokens, parts_of(len(tokens), len(text.prompt), 17))
+        logits = twin.logits.log_softmax(-1)
+        nll = [-float(logits[at - 1, tokens[at]]) for at in range(len(text.prompt), len(tokens))]
+        assert [one.nll for one in found.divergence] == pytest.approx(nll, abs=1e-4)
+        seen = [
+            [len(twin.seen[q][at]) + len(twin.counts[q][at]) for at in twin.seen[q]]
+            for q in range(len(text.prompt), len(tokens) - 1)
+        ]
+        assert found.occupancy_max == max(map(max, seen), default=0)
+        assert found.occupancy_mean == pytest.approx(sum(sum(s) / len(s) for s in seen) / len(seen) if seen else 0)
+        assert found.occupancy_mean <= 16
+
+
+def test_bounded_holds_the_budget_and_a_chunk() -> None:
+    model = tiny_model("llama")
+    policy, _ = fitted(model, 6)
+    for prefill in ("bounded", "native"):
+        cache = PagedCache(model, policy, 40, prefill=prefill, prompt_length=400)
+        largest = 0
+        for begin in range(0, 400, 50):
+            feed(model, cache, random_tokens(400, 1)[begin : begin + 50])
+            held = [layer.prompts[0].length for layer in cache.layers if layer.prompts]
+            assert prefill == "native" or max(held, default=0) <= 40
+            largest = max(largest, *held, 0)
+        assert (largest >= 350) == (prefill == "native")
+        assert cache.nbytes() == cache.bytes_held
+        held_at_end = [len(kept(cache, layer, head)) for layer in range(2) for head in range(2)]
+        assert sum(held_at_end) / 4 <= 40 - 1 - 2
