@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ class ToldScores(IndexMem):  # type: ignore[misc, unused-ignore]
     def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
         at = arriving.positions.long().clamp(min=0)
         return {"score": self.table[arriving.layer][:, at].transpose(0, 1)}
+
+    def judge_together(self, arriving: Sequence[Arriving]) -> Mapping[str, Tensor]:
+        return {"score": torch.stack([self.judge(one)["score"] for one in arriving])}
 
 
 def policy_of(case: Case, cls: type[ToldScores] = ToldScores) -> ToldScores:
