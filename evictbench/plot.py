@@ -91,7 +91,7 @@ def _say(sentence: str) -> None:
 def _write(drawings: Sequence[Drawing], forms: Sequence[str], out: Path) -> Iterator[Path]:
     import matplotlib as mpl
 
-    from evictbench.plot_figures import SETTINGS
+    from evictbench.plot_axes import SETTINGS
 
     if not forms:
         return
@@ -233,12 +233,12 @@ def _of_group(
 
 def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.DataFrame]]:
     """The samples of each panel. By budget or policy, those without a budget go into every panel."""
-    from evictbench.plot_select import said
+    from evictbench.plot_select import in_words
 
     if by is None:
         yield "", samples
         return
-    values = samples[by].astype(object).map(said)
+    values = in_words(samples[by])
     everywhere = samples["budget"].isna() if by in ("budget", "prefill", "chunk") else values != values
     distinct = [value for value in dict.fromkeys(values) if (~everywhere & (values == value)).any()]
     for value in sorted(
@@ -254,7 +254,9 @@ def _tasks_said(panels: Iterable[pd.DataFrame], by: str | None) -> str:
     """ "mean of 2 tasks, 16 samples each", or "niah_single_1, 12 to 16 samples"."""
     import pandas as pd
 
-    samples = pd.concat([part[["policy", "budget", "task", "doc_id"]].astype(object) for part in panels])
+    samples = pd.concat(
+        [part[["policy", "budget", "task", "doc_id"]].drop_duplicates().astype(object) for part in panels]
+    )
     tasks = sorted(samples["task"].unique())
     sizes = samples.fillna({"budget": ""}).drop_duplicates().groupby(["policy", "budget", "task"]).size()
     count = str(sizes.min()) if sizes.min() == sizes.max() else f"{sizes.min()} to {sizes.max()}"

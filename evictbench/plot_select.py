@@ -46,7 +46,7 @@ def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.Dat
     kept = samples["doc_id"].notna()
     for column, values in chosen.items():
         check_column(column)
-        words = samples[column].astype(object).map(said)
+        words = in_words(samples[column])
         known = set(words.unique())
         for value in values:
             if value not in known:
@@ -70,6 +70,15 @@ def said(value: object) -> str:
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def in_words(column: pd.Series) -> pd.Series:
+    """`said` of every value."""
+    import pandas as pd
+
+    codes, values = pd.factorize(column, use_na_sentinel=False)
+    words = pd.Series([said(value) for value in values], dtype=object)
+    return pd.Series(words.to_numpy()[codes], index=column.index)
 
 
 def check_one_protocol(samples: pd.DataFrame, where: str, allowed: Collection[str] = ()) -> None:
@@ -108,7 +117,7 @@ def check_one_protocol(samples: pd.DataFrame, where: str, allowed: Collection[st
 
 
 def _differs(name: str, runs: pd.DataFrame, words: str | None = None) -> tuple[str, str] | None:
-    values = runs[name].astype(object).map(said)
+    values = in_words(runs[name])
     distinct = list(dict.fromkeys(values))
     if len(distinct) < 2:
         return None
@@ -130,7 +139,7 @@ def _data_differs(runs: pd.DataFrame) -> tuple[str, str] | None:
 
 def whole_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """The samples of those tasks that every policy and budget has, and a sentence about each task left out."""
-    cells = samples[["policy", "budget", "task"]].astype(object).map(said).drop_duplicates()
+    cells = samples[["policy", "budget", "task"]].drop_duplicates().apply(in_words)
     count = len(cells.drop_duplicates(["policy", "budget"]))
     have = cells.groupby("task").size()
     left_out = sorted(have.index[have < count])
@@ -144,8 +153,8 @@ def whole_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def uneven(samples: pd.DataFrame) -> list[str]:
     """A sentence for each task of which not every policy and budget has the same documents."""
-    documents = samples[["policy", "budget", "task", "doc_id"]].astype({"budget": object}).drop_duplicates()
-    documents["budget"] = documents["budget"].map(said)
+    documents = samples[["policy", "budget", "task", "doc_id"]].drop_duplicates()
+    documents = documents.assign(budget=in_words(documents["budget"]))
     sentences = []
     for task, of_task in documents.groupby("task", observed=True):
         sizes = of_task.groupby(["policy", "budget"], observed=True).size()
@@ -159,11 +168,12 @@ def uneven(samples: pd.DataFrame) -> list[str]:
 
 def paired(samples: pd.DataFrame) -> pd.DataFrame:
     """Only those documents that every policy and budget has."""
-    cells = samples[["policy", "budget", "task", "doc_id"]].astype(object).map(said).drop_duplicates()
+    cells = samples[["policy", "budget", "task", "doc_id"]].drop_duplicates()
+    cells = cells.assign(**{name: in_words(cells[name]) for name in ("policy", "budget", "task")})
     per_task = cells.drop_duplicates(["policy", "budget", "task"]).groupby("task").size()
     have = cells.groupby(["task", "doc_id"]).size()
     whole = {key for key, count in have.items() if count == per_task[key[0]]}
-    keys = zip(samples["task"].astype(str), samples["doc_id"].map(said), strict=True)
+    keys = zip(samples["task"].astype(str), samples["doc_id"], strict=True)
     kept = samples[[key in whole for key in keys]]
     missing = sorted(set(per_task.index) - set(kept["task"].astype(str)))
     if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from evictbench.plot_figures import PANEL_SIZE, bytes_axis, legend, new_figure, percent_axis, plain_log
+from evictbench.plot_axes import PANEL_SIZE, bytes_axis, legend, new_figure, percent_axis, plain_log
 from evictbench.plot_palette import Style, order, styles
 
 if TYPE_CHECKING:

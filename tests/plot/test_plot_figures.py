@@ -9,8 +9,8 @@ from plot_records import right, sample, write_grid, write_run
 import evictbench
 from evictbench import plot_figures
 from evictbench.plot import Request, drawings
+from evictbench.plot_axes import SETTINGS
 from evictbench.plot_data import budget_points, error_modes, fidelity_points
-from evictbench.plot_figures import SETTINGS
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from test_plot_figures import assert_nothing_touches, lines
 from evictbench import plot_trace_figures as figures
 from evictbench.errors import UserError
 from evictbench.plot import Request, drawings
-from evictbench.plot_figures import SETTINGS
+from evictbench.plot_axes import SETTINGS
 from evictbench.plot_trace import kept_points, latency_points, memory_points, retention_map
 from evictbench.trace_schema import RETENTION, STEPS, STEPS_FILE, TRACE, arrow_schema, read_trace
 
