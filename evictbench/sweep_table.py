@@ -51,7 +51,7 @@ class SweepTable:
     def phase(self, text: str) -> None:
         """Say what goes on before the first cell."""
         if self.live is not None:
-            self.live.update(text)
+            self.live.update(text, refresh=True)
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the table, once."""

@@ -1,0 +1,118 @@
+"""A sweep with its worker process: killed, stopped by Ctrl-C, gone on with; and a worker that dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import psutil
+import pytest
+
+from evictbench import records
+
+
+@pytest.fixture
+def start(model, environment, tmp_path):
+    """Starts `evictbench sweep` in a session of its own, as a terminal does."""
+    started = []
+
+    def start(*words, **more):
+        line = [sys.executable, "-m", "fake_command", "sweep", "--suites", "toy", "--model", model, "--out", "runs"]
+        process = subprocess.Popen(
+            [*line, "--device", "cpu", "--batch-size", "1", *words],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def count(root):
+    return sum(file.read_bytes().count(b"\n") for file in root.glob("toy/tiny/*/samples.jsonl"))
+
+
+def note(root):
+    """The worker that is answering, where there is one."""
+    for file in root.glob("toy/tiny/*/.phase"):
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        if found["phase"] == "answering":
+            return found
+    return None
+
+
+def wait_for(condition, process, seconds=240):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.005)
+    raise AssertionError(f"it did not come to that: {process.communicate()}")
+
+
+@pytest.mark.timeout(900)
+def test_a_sweep_goes_on_after_a_kill_and_after_ctrl_c(start, tmp_path):
+    root = tmp_path / "runs"
+    words = ("--policies", "h2o,tova", "--budgets", "16", "--limit", "40")
+    first = start(*words)
+    wait_for(lambda: count(root) >= 10 and note(root), first)
+    worker = psutil.Process(note(root)["pid"])
+    first.kill()
+    first.wait()
+    worker.wait(30)  # it does not outlive who it works for
+    kept = count(root)
+    assert 10 <= kept < 240
+
+    second = start(*words)
+    wait_for(lambda: count(root) >= kept + 10 and note(root), second)
+    worker = psutil.Process(note(root)["pid"])
+    os.killpg(second.pid, signal.SIGINT)
+    _, err = second.communicate(timeout=120)
+    assert second.returncode == 130, err
+    assert "Traceback" not in err
+    assert not worker.is_running()
+    kept = count(root)
+    assert f"Stopped; {kept} finished samples are kept. To go on: evictbench sweep --suites toy" in err
+    assert kept < 240
+    assert list(root.rglob("failure.txt")) == list(root.rglob(".phase")) == []
+
+    third = start(*words, "--json")
+    out, err = third.communicate(timeout=600)
+    assert third.returncode == 0, err
+    assert [row["samples"] for row in json.loads(out)] == [80, 80, 80]
+    for file in root.glob("toy/tiny/*/samples.jsonl"):
+        keys = Counter(records.key_of(json.loads(line)) for line in file.read_text().splitlines())
+        assert len(keys) == 80
+        assert set(keys.values()) == {1}
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_that_dies_takes_its_cell_with_it_and_no_other(start, tmp_path):
+    root = tmp_path / "runs"
+    process = start("--policies", "h2o", "--budgets", "16", "--limit", "30")
+    wait_for(lambda: note(root) and count(root) >= 3, process)
+    os.kill(note(root)["pid"], signal.SIGKILL)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 1
+    assert "failed: full on toy: The worker process was killed by signal 9" in err
+    assert "1 of 2 cells failed. To try them again: evictbench sweep" in err
+    assert "failed" in out
+    (done,) = root.glob("toy/tiny/h2o-16-*")
+    assert len(records.read_samples(done)) == 60

@@ -1,0 +1,84 @@
+"""Shards of cells as tasks of a real Ray cluster on this machine, with two workers."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+from doing import Watch
+
+from evictbench import records
+from evictbench.settings import Settings
+from evictbench.sweep import _jobs, plan_cells, sweep
+from evictbench.sweep_ray import RayTasks
+from evictbench.sweep_shards import shard_folders
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers of one CPU each."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it would write a token into the home folder
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'evictbench[ray]'")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def kill_one(root, killed):
+    """Kill the first worker that is in the middle of a shard of h2o's cell, where a sample is finished."""
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and not killed:
+        for file in root.glob("toy/tiny/h2o-*/.shards/*/.phase"):
+            try:
+                phase = json.loads(file.read_text())
+            except (OSError, ValueError):
+                continue
+            samples = file.parent / records.SAMPLES
+            if phase["phase"] == "answering" and samples.exists() and samples.stat().st_size:
+                os.kill(phase["pid"], signal.SIGKILL)
+                killed.append(file.parent.name)
+                return
+        time.sleep(0.002)
+
+
+@pytest.mark.timeout(900)
+def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_once(cluster, model, tmp_path):
+    root = tmp_path / "runs"
+    common = {"suite": "toy", "model": model, "out": root, "limit": 20, "batch_size": 1}
+    cells, _ = plan_cells([Settings("full", **common), Settings("h2o", budget="16", **common)])
+    killed = []
+    killer = threading.Thread(target=kill_one, args=(root, killed), daemon=True)
+    killer.start()
+    sweep(cells, RayTasks(None), Watch(), shards=2)
+    killer.join()
+    assert len(killed) == 1
+    assert [(cell.state, cell.sentence) for cell in cells] == [("done", "")] * 2
+    for cell in cells:
+        lines = [json.loads(line) for line in (cell.plan.folder / records.SAMPLES).read_text().splitlines()]
+        keys = Counter(map(records.key_of, lines))
+        assert keys.keys() == cell.keys
+        assert set(keys.values()) == {1}
+        assert shard_folders(cell.plan.folder) == []
+    sessions = Counter(line["session"] for line in lines)
+    assert len(sessions) == 3  # the shard that was not hurt, and both halves of the one that was
+    assert cells[1].summary["mean"]["samples"] == 40
+
+    # Closing in the middle of another cell stops its task in good order.
+    slow = Settings("tova", budget="16", **common | {"limit": 400})
+    (cell,), _ = plan_cells([slow])
+    events = RayTasks(None).run(_jobs([cell], 1))
+    for _ in events:
+        cell.read()
+        if cell.done:
+            break
+    events.close()
+    deadline = time.monotonic() + 60
+    while not (cell.plan.folder / records.SUMMARY).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with records.open_run(cell.plan.folder, cell.plan.identity) as folder:
+        assert 0 < len(folder.samples) < 800
+    assert not (cell.plan.folder / ".phase").exists()

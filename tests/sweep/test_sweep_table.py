@@ -1,0 +1,219 @@
+"""What a sweep shows, and what its command refuses."""
+
+import copy
+import importlib.util
+import io
+import json
+
+import pytest
+from doing import Here
+from rich.console import Console
+
+from evictbench import records, sweep_command
+from evictbench.errors import UserError
+from evictbench.sweep import plan_cells, sweep
+from evictbench.sweep_command import How, sweep_and_show
+from evictbench.sweep_grid import cells_of, grid_of
+from evictbench.sweep_job import Job, Notes
+from evictbench.sweep_local import places
+from evictbench.sweep_progress import Progress
+from evictbench.sweep_table import SweepTable, in_a_line, live_table
+
+
+@pytest.fixture
+def words(model, tmp_path):
+    return {
+        "policies": "h2o,tova",
+        "budgets": "16,32",
+        "suites": "toy",
+        "model": model,
+        "out": tmp_path / "runs",
+        "device": "cpu",
+        "limit": 2,
+    }
+
+
+@pytest.fixture
+def cells(words):
+    return plan_cells(cells_of(grid_of(words)))[0]
+
+
+def text_of(table, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def job_of(cell, index):
+    folder = cell.plan.folder
+    return Job(index, cell.title, cell.plan.settings, folder, folder, 0, 1, "this", folder)
+
+
+def line_of(planned, score):
+    task, doc_id, repeat = planned.key
+    return json.dumps({"task": task, "doc_id": doc_id, "repeat": repeat, "score": score}) + "\n"
+
+
+def test_progress_is_read_from_the_disk_line_by_line(cells):
+    now = [100.0]
+    progress = Progress(cells, lambda: now[0])
+    cell, job = cells[1], job_of(cells[1], 1)
+    folder = cell.plan.folder
+    folder.mkdir(parents=True)
+    progress.started(job)
+    notes = Notes(job)
+    notes.phase("loading the weights")
+    progress.update()
+    assert "loading the weights" in text_of(live_table(progress, 40))
+    assert progress.left(cell) is None
+    notes.start([], 4)
+    progress.update()
+    first, second, *_ = cell.plan.prompts
+    samples = folder / records.SAMPLES
+    whole = line_of(first, 1.0) + line_of(second, 0.5)
+    samples.write_text(whole[:-9])  # the second one is under way
+    now[0] += 10
+    progress.update()
+    assert (cell.done, cell.made, cell.score()) == (1, 1, 1.0)
+    assert cell.rate(now[0]) == pytest.approx(0.1)
+    assert progress.left(cell) == pytest.approx(30)
+    samples.write_text(whole)
+    progress.update()
+    assert (cell.done, cell.score()) == (2, 0.75)
+    table = text_of(live_table(progress, 40))
+    assert "running" in table
+    assert "2/4" in table
+    assert "12/min" in table
+    assert "0:10" in table
+    assert in_a_line(progress) == "0/5 cells, 2/20 samples, 1:30 left"
+    notes.close()
+    progress.ended(job)
+
+
+def test_a_long_table_keeps_to_the_screen(cells):
+    many = [copy.copy(cells[index % 5]) for index in range(200)]
+    assert len(text_of(live_table(Progress(many), 20)).splitlines()) <= 20 + 2
+    for index, cell in enumerate(many):
+        cell.state = "done" if index < 90 else "running" if index < 92 else "failed" if index == 92 else "waiting"
+    table = text_of(live_table(Progress(many), 24))
+    assert len(table.splitlines()) <= 24 + 2
+    assert table.count("running") == 2
+    assert table.count("failed") == 2  # in the heading too
+    assert "107 waiting in all" in table
+
+
+def test_in_a_file_there_is_a_line_for_each_cell_that_ends(cells):
+    console = Console(file=io.StringIO(), width=120)
+    with SweepTable(console) as table:
+        sweep(cells, Here(), table)
+        table.warn("once")
+        table.warn("once")
+    lines = console.file.getvalue().splitlines()
+    assert [line.split(":")[1].strip() for line in lines if line.startswith("done")] == [cell.title for cell in cells]
+    assert lines[-1] == "warning: once"
+    assert "\x1b" not in console.file.getvalue()
+
+
+def test_on_a_terminal_the_table_is_live(cells):
+    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True)
+    with SweepTable(console) as table:
+        table.phase("planning cell 1 of 5")
+        sweep(cells, Here(), table)
+    shown = console.file.getvalue()
+    for said in ("planning cell 1 of 5", "h2o", "waiting", "running", "done", "cells,"):
+        assert said in shown, said
+
+
+def test_a_dry_run_shows_all_and_runs_nothing(words, capsys, tmp_path):
+    three = words | {"policies": "h2o,tova,streaming_llm", "budgets": "2,32"}
+    with pytest.raises(UserError, match="1 of 7 cells cannot be; --skip-impossible leaves them out"):
+        sweep_and_show(None, three, How(dry_run=True), False)
+    out = capsys.readouterr().out
+    for said in (
+        "impossible: streaming_llm at 2 on toy: streaming_llm needs",
+        "6 cells, 24 samples to make",
+        "assumed",
+    ):
+        assert said in out, said
+    assert not (tmp_path / "runs").exists()
+    how = How(dry_run=True, skip_impossible=True)
+    assert sweep_and_show(None, words | {"policies": "streaming_llm", "budgets": "2,32"}, how, True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in rows] == ["waiting", "waiting", "impossible"]
+    assert rows[1]["estimate"]["samples"] == 4
+
+
+def test_a_sweep_that_ends_shows_scores_and_one_with_failures_says_so(words, failing, capsys, monkeypatch):
+    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(), list(settings)))
+    assert sweep_and_show(None, words, How(), False) == 0
+    out = capsys.readouterr().out
+    assert "written to" in out
+    assert out.count("toy") == 5
+    assert sweep_and_show(None, words, How(), True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in rows] == ["done"] * 5
+    assert rows[0]["summary"]["mean"]["samples"] == 4
+    how = How(debug=True)
+    assert sweep_and_show(None, words | {"policies": f"{failing}:Bursts", "budgets": "16"}, how, False) == 1
+    captured = capsys.readouterr()
+    assert "failed: bursts at 16 on toy: RuntimeError: the score is gone (" in captured.err
+    assert "Traceback" in captured.err
+    assert "1 of 2 cells failed. To try them again: evictbench" in captured.err
+
+    def stop(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(stop), list(settings)))
+    assert sweep_and_show(None, words | {"limit": 3}, How(), False) == 130
+    assert "Stopped; 20 finished samples are kept. To go on: evictbench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "how", "sentence"),
+    [
+        ({}, How(executor="slurm"), "Unknown executor 'slurm'"),
+        ({}, How(shards=0), "--shards is 0"),
+        ({}, How(gpus_per_cell=-1), "--gpus-per-cell is -1"),
+        ({}, How(gpus_per_cell=0.5), "a worker has one GPU or several, whole"),
+        ({}, How(gpus_per_cell=2), "--gpus-per-cell 2 needs GPUs, and the device is cpu"),
+        ({}, How(executor="ray"), "leave out --device"),
+        ({"device": "cpu,mps"}, How(), "needs an Apple GPU|each has to be a GPU"),
+        ({"model": "nowhere/at/all"}, How(), "There is no folder nowhere/at/all"),
+        ({"budgets": "-4"}, How(), "is negative"),
+        ({"limit": 0}, How(), "--limit is 0"),
+    ],
+)
+def test_bad_input_is_a_sentence(words, more, how, sentence):
+    with pytest.raises(UserError, match=sentence):
+        sweep_and_show(None, words | more, how, False)
+
+
+def test_without_ray_a_sentence_says_how_to_get_it(words, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else found(name, *more))
+    with pytest.raises(UserError, match=r"needs Ray, which is not installed: pip install 'evictbench\[ray\]'"):
+        sweep_and_show(None, words | {"device": "auto"}, How(executor="ray"), False)
+
+
+def test_gpus_are_dealt_to_workers(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("auto")]
+    assert shown == [str(index) for index in range(8)]
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("auto", 3)]
+    assert shown == ["0,1,2", "3,4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h")
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("cuda:0,cuda:2")]
+    assert shown == ["GPU-a", "GPU-c"]
+    assert [place.device for place in places("balanced", 4)] == ["balanced"]
+    for device, gpus, sentence in (
+        ("cuda:0,cuda:0", 1, "names a GPU twice"),
+        ("cuda:1,cuda:2", 3, "more than there are"),
+        ("cuda:0,cpu", 1, "each has to be a GPU"),
+        ("cuda:9", 1, "There is no cuda:9"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            places(device, gpus)
