@@ -121,7 +121,8 @@ def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
     whole = {name: _spread(common[name], number) for name in RUN_COLUMNS}
     whole |= _of_task(common["tasks"], samples["task"], number)
     frame = pd.DataFrame(dict(samples.items()) | whole, copy=False)
-    twice = pd.DataFrame({"run": number, **{name: samples[name] for name in KEY}}).duplicated()
+    run = pd.factorize(common["fingerprint"])[0][number]  # a copy of a run is the same run
+    twice = pd.DataFrame({"run": run, **{name: samples[name] for name in KEY}}).duplicated()
     if twice.any():
         frame = frame[~twice.to_numpy()].reset_index(drop=True)
     order = [*RUN_COLUMNS, "task", "task_version", *(name for name in frame if name in samples)]
@@ -184,9 +185,9 @@ def _runs(folder: Path) -> Iterator[dict[str, Any]]:
     """The run columns of every run under a folder."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.")
-    files = sorted(folder.rglob(records.RUN))
+    files = _found(folder, records.RUN)
     at = {file.parent for file in files}
-    stray = next((file for file in sorted(folder.rglob(records.SAMPLES)) if file.parent not in at), None)
+    stray = next((file for file in _found(folder, records.SAMPLES) if file.parent not in at), None)
     if stray is not None:
         raise UserError(f"{stray.parent} holds samples but no {records.RUN}: move it away.")
     if not files:
@@ -197,6 +198,12 @@ def _runs(folder: Path) -> Iterator[dict[str, Any]]:
             yield _run_columns(run, file.parent)
         except (KeyError, AttributeError, TypeError) as error:
             raise UserError(f"{file} is damaged ({error} is missing or wrong): move that run away.") from None
+
+
+def _found(folder: Path, name: str) -> list[Path]:
+    """The files of that name below a folder; hidden folders hold what is not finished."""
+    files = sorted(folder.rglob(name))
+    return [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
 
 
 def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:

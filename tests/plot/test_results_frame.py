@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
@@ -65,6 +66,16 @@ def test_a_torn_last_line_is_left_out(tmp_path, tail):
 def test_a_sample_that_was_written_twice_counts_once(tmp_path):
     write_run(tmp_path, [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5, repeat=1)])
     assert evictbench.results(tmp_path)["score"].tolist() == [1.0, 0.5]
+
+
+def test_a_copy_of_a_run_counts_once_and_hidden_folders_are_not_read(tmp_path):
+    path = write_run(tmp_path, right(1, 2))
+    shutil.copytree(path, tmp_path / "copy")
+    shutil.copytree(path, path / ".shards" / "1-of-2")
+    (path / ".shards" / "1-of-2" / records.RUN).unlink()
+    frame = evictbench.results(tmp_path)
+    assert len(frame) == 2
+    assert len(cells(frame)) == 1
 
 
 def test_what_cannot_be_read_is_a_sentence(tmp_path):
