@@ -170,6 +170,8 @@ class PagedCache(EvictionCache):
         elif not self.allotted:
             self.allotted = [allotted(self.policy, self.budget, length) for length in self.prompts]
         self.seen_by_heads = self._open_pages(rows) if self._in_place(step) else []
+        if self.contest is not None and self._in_place(step):
+            self.contest.open(step)
         self.current = step
         return step
 

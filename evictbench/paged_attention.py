@@ -66,14 +66,13 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) ->
     """
     head_dim = query.shape[-1]
     owner, values = pool.owner, pool.buffers["values"]
+    if "bias" in pool.buffers:
+        return _weighed(pool, query, positions.shape[0], scaling)
     own = (query * scaling).reshape(positions.shape[0], -1, head_dim)
     wide = torch.promote_types(query.dtype, torch.float32)
     logits = torch.bmm(own[owner], pool.buffers["keys"].transpose(1, 2)).to(wide)
-    if (bias := pool.buffers.get("bias")) is not None:
-        logits += bias[:, None]
-    else:
-        hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
-        logits.masked_fill_(hidden[:, None], -torch.inf)
+    hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
+    logits.masked_fill_(hidden[:, None], -torch.inf)
     largest = logits.new_full(own.shape[:2], -torch.inf)
     largest.scatter_reduce_(0, owner[:, None].expand(-1, own.shape[1]), logits.amax(-1), "amax")
     weights = logits.sub_(largest[owner][:, :, None]).exp_()
@@ -81,6 +80,25 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) ->
     parts = torch.bmm(weights.to(values.dtype), values).to(wide)
     output = torch.zeros(own.shape, dtype=wide, device=query.device).index_add_(0, owner, parts)
     return (output / total[:, :, None]).to(query.dtype).view(query.shape)
+
+
+def _weighed(pool: PagePool, query: Tensor, owners: int, scaling: float) -> Tensor:
+    """The same where a bias says what is seen: each owner's logits are put side by side for one softmax."""
+    keys, values, bias = (pool.buffers[name] for name in ("keys", "values", "bias"))
+    table, missing, places = pool.layout()
+    most = missing.shape[1]
+    own = query.reshape(owners, -1, query.shape[-1]).index_select(0, pool.owner)
+    if own.dtype == bias.dtype:
+        logits = torch.baddbmm(bias[:, None], own, keys.transpose(1, 2), alpha=scaling)
+    else:
+        logits = torch.bmm(own * scaling, keys.transpose(1, 2)) + bias[:, None]
+    beside = logits.index_select(0, table[: owners * most]).unflatten(0, (owners, most))
+    beside.masked_fill_(missing[:owners], -torch.inf)
+    weights = beside.transpose(1, 2).flatten(2).softmax(-1).unflatten(-1, (most, PAGE))
+    by_page = weights.transpose(1, 2).flatten(0, 1).index_select(0, places)
+    parts = torch.bmm(by_page.to(values.dtype), values).to(bias.dtype)
+    output = parts.new_zeros((owners, *parts.shape[1:])).index_add_(0, pool.owner, parts)
+    return output.to(query.dtype).view(query.shape)
 
 
 _by_flex_attention = paged_flex.Checked(paged_flex.attend_one, by_page)

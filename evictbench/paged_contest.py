@@ -8,40 +8,23 @@ entry in is one out, in every head (`paged_places`), and what goes joins its hea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evictbench.deadlines import rank_by_score
-from evictbench.errors import UserError
 from evictbench.paged_attention import attend_one
-from evictbench.paged_cut import Cut, into_pages
-from evictbench.paged_means import run_through
-from evictbench.paged_places import Places
-from evictbench.paged_prompt import Prompt, attend_prompt, last_mass, taken, without_end
+from evictbench.paged_board import Board
+from evictbench.paged_places import decide
+from evictbench.paged_prompt import Prompt
+from evictbench.paged_reading import cut, let_go, read_chunk
+from evictbench.paged_terms import Terms
 from evictbench.pages import NEVER, PagePool
-from evictbench.placement import in_slot_order
-from evictbench.policy import Arriving, Division, Rivals, SlotTensor
+from evictbench.policy import Arriving, SlotTensor
 
 if TYPE_CHECKING:
     from evictbench.paged import PagedCache, PagedLayer
     from evictbench.passes import Pass
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a row's budget comes to. prompt: its length; budget: of the prompt's queries; room: means of each head;
-    places: of each pool, before they are divided; sparse: a prompt's query does not see what a pool of that size would
-    have lost; bounded: and that is dropped."""
-
-    prompt: int
-    budget: int
-    room: int
-    places: int
-    sparse: bool
-    bounded: bool
 
 
 class Contest:
@@ -52,46 +35,28 @@ class Contest:
         self.policy = cache.policy
         self.mode = mode
         self.window = int(cache.policy.recent(0))
-        self.state = cache.policy.slot_state(cache.shape)
+        self.slot_tensors = cache.policy.slot_state(cache.shape)
+        self.state = tuple(self.slot_tensors)
         self.reset()
 
     def reset(self) -> None:
         """Forget every sequence."""
         self.terms: list[Terms] = []
-        self._places: dict[tuple[torch.device, tuple[int, ...]], Places] = {}
+        self._arriving: list[Arriving] = []
+        self._boards: dict[tuple[int, ...], Board] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._entered: dict[torch.device, tuple[Board, Tensor]] = {}
 
     def begin(self, prompts: Sequence[int]) -> None:
         """At the start of a prompt's pass: settle each row's terms, which hold from its first token on (how much
         padding there is before it shows only then). Raises UserError for an impossible budget."""
-        self.terms = [self._of(prompt) for prompt in prompts]
-
-    def _of(self, prompt: int) -> Terms:
-        assert self.cache.budget is not None
-        budget = self.cache.budget.at(prompt, prompt)
-        if budget < self.cache.minimum:
-            raise UserError(
-                f"{self.policy.name} needs a budget of at least {self.cache.minimum} entries on this model "
-                f"({self.cache.minimum - 1} are protected), not {budget}."
-            )
-        room = self.policy.summaries(budget)
-        sparse = self.mode != "dense" and prompt > budget
-        return Terms(
-            prompt=prompt,
-            budget=budget,
-            room=room,
-            places=budget - self.policy.sinks - self.window - room,
-            sparse=sparse,
-            bounded=sparse and self.mode == "bounded",
-        )
+        cache = self.cache
+        assert cache.budget is not None
+        self.terms = [Terms.of(self.policy, cache.budget, cache.minimum, self.mode, prompt) for prompt in prompts]
 
     def check(self, row: int, mean: float) -> None:
-        """The guard: a decode query of this row sees so many entries, mean over heads."""
-        assert self.cache.budget is not None
-        allowed = self.cache.budget.at(self.terms[row].prompt, self.cache.seen[row] + 1)
-        if mean > allowed + 1e-6:
-            raise RuntimeError(
-                f"{self.policy.name} let a query see {mean:.2f} entries a head, where the budget is {allowed}."
-            )
+        """The guard: a row's next query sees so many entries, mean over heads."""
+        self.terms[row].check(self.policy, self.cache.seen[row], mean)
 
     # Attention.
 
@@ -107,13 +72,13 @@ class Contest:
             allotted=step.once("no allotment", keys.device, lambda: torch.zeros(step.rows, device=keys.device)),
             read=cache.take_read(layer.index, keys.device),
         )
-        entries = {"keys": keys, "values": values, **self.policy.judge(arriving)}
-        if not cache.prompt_done:
-            output = self._read(layer, step, query, entries, scaling)
-        elif step.single:
+        entries = {"keys": keys, "values": values}
+        if cache.prompt_done and step.single:
+            self._arriving.append(arriving)
             output = self._one(layer, step, query, entries, scaling)
         else:
-            output = self._in_turn(layer, step, query, entries, scaling)
+            attend = self._in_turn if cache.prompt_done else self._read
+            output = attend(layer, step, query, {**entries, **self.policy.judge(arriving)}, scaling)
         if layer.index == cache.shape.layers - 1:
             self._close(step)
         return output
@@ -129,63 +94,58 @@ class Contest:
         for row, count in enumerate(step.counts):
             if count == 0:
                 continue
-            terms, first = self.terms[row], step.seen[row] - count
             prompt = layer.prompts.setdefault(row, Prompt(self.cache.count_bytes))
             new = slice(step.queries - count, step.queries)
             own = {name: tensor[row, :, new] for name, tensor in entries.items()}
             own["positions"] = positions[row, new].expand(self.cache.shape.kv_heads, -1)
-            prompt.append(without_end(own, own), 0 if terms.bounded else terms.prompt)
-            seen = prompt.length
-            index, dies = None, False
-            if terms.sparse:
-                seen -= self._gone(terms, first) - self._dropped(terms, first)
-                index = prompt.seen(first, seen)
-                dies = self._gone(terms, step.seen[row]) > self._gone(terms, first)
-            if dies:
-                rivals = Rivals(
-                    state={name: taken(prompt.held(name), index) for name in self.state},
-                    positions=taken(prompt.held("positions"), index),
-                    first=first,
-                    new=count,
-                    places=terms.places,
-                )
-                deadlines = self.policy.leaving(rivals).to(torch.int32)
-                if index is None:
-                    prompt.held("deadlines").copy_(deadlines)
-                else:
-                    prompt.held("deadlines").scatter_(1, index, deadlines)
-            own_query = query[row, :, new]
-            output[row, :, new] = attend_prompt(prompt, index, own_query, first, scaling, dies)
-            if step.ends_prompt:
-                prompt.mass = last_mass(prompt, own_query[:, -1:], scaling)
+            output[row, :, new] = read_chunk(
+                self.policy,
+                prompt,
+                self.terms[row],
+                query[row, :, new],
+                own,
+                step.seen[row] - count,
+                scaling,
+                step.ends_prompt,
+            )
         return output
-
-    def _gone(self, terms: Terms, query: int) -> int:
-        """How many entries of each head a prompt's query no longer sees."""
-        return max(0, query - self.window + 1 - self.policy.sinks - terms.places)
-
-    def _dropped(self, terms: Terms, query: int) -> int:
-        """How many of those are no longer held."""
-        return self._gone(terms, query) if terms.bounded else 0
 
     def _one(
         self, layer: PagedLayer, step: Pass, query: Tensor, entries: Mapping[str, Tensor], scaling: float
     ) -> Tensor:
-        """One token of every row, which leaves what follows to the end of the pass."""
-        pool = layer.pool
+        """One token of every row; it is judged, and what follows from it is decided, at the end of the pass."""
+        pool, slots = layer.pool, self._slots[layer.index]
         assert pool is not None
-        heads, device = self.cache.shape.kv_heads, query.device
-        positions = step.once("by_owner", device, lambda: step.query_positions(device)[:, 0].repeat_interleave(heads))
-        pool.put(
-            positions.shape[0],
-            {
-                **{name: tensor.flatten(0, 2) for name, tensor in entries.items()},
-                "positions": positions,
-                "deadlines": step.once("never", device, lambda: torch.full_like(positions, NEVER)),
-                "bias": step.once("no bias", device, lambda: self._bias(positions)),
-            },
-        )
-        return attend_one(pool, query, positions, scaling)
+        for name, entry in entries.items():
+            pool.buffers[name].flatten(0, 1).index_copy_(0, slots, entry.flatten(0, 2))
+        return attend_one(pool, query, self._by_owner(step, query.device), scaling)
+
+    def open(self, step: Pass) -> None:
+        """Before a pass in which each row decodes a token: find the slots of all layers' new entries."""
+        for device, pools in self._by_device().items():
+            board, positions = self._board(list(pools.values())), self._by_owner(step, device)
+            slots, numbers = board.enter(positions.shape[0], positions)
+            self._slots.update(zip(pools, slots.unbind(), strict=True))
+            self._entered[device] = board, numbers
+
+    def _by_owner(self, step: Pass, device: torch.device) -> Tensor:
+        """The positions of the new tokens, `[owners]` int32."""
+        heads = self.cache.shape.kv_heads
+        return step.once("by_owner", device, lambda: step.query_positions(device)[:, 0].repeat_interleave(heads))
+
+    def _by_device(self) -> dict[torch.device, dict[int, PagePool]]:
+        """The pools of each device, by layer."""
+        found: dict[torch.device, dict[int, PagePool]] = {}
+        for layer in self.cache.layers:
+            assert layer.pool is not None
+            found.setdefault(layer.pool.device, {})[layer.index] = layer.pool
+        return found
+
+    def _board(self, pools: list[PagePool]) -> Board:
+        key = tuple(id(pool) for pool in pools)
+        if key not in self._boards:
+            self._boards[key] = Board(pools)
+        return self._boards[key]
 
     def _bias(self, positions: Tensor) -> Tensor:
         pool = next(layer.pool for layer in self.cache.layers if layer.pool is not None)
@@ -222,48 +182,57 @@ class Contest:
     # After a pass.
 
     def _close(self, step: Pass) -> None:
-        layers = self.cache.layers
         if not self.cache.prompt_done:
             if not step.ends_prompt:
                 self._drop(step, step.seen)
                 return
             self._drop(step, [seen - 1 for seen in step.seen])
-            for layer in layers:
-                self._cut(layer)
-        elif not step.single:
+            for layer in self.cache.layers:
+                cut(self.policy, layer, self.terms, self.state)
+        elif step.single:
+            self._judge()
+        else:
             return
-        by_device: dict[torch.device, list[PagePool]] = {}
-        for layer in layers:
-            assert layer.pool is not None
-            by_device.setdefault(layer.pool.device, []).append(layer.pool)
         held = [owner for row, seen in enumerate(step.seen) if seen for owner in self.cache.owners(row)]
-        for device, pools in by_device.items():
+        for device, pools in self._by_device().items():
             some = None if min(step.seen) else torch.tensor(held, dtype=torch.int64, device=device)
-            self._decide(pools, step.seen, some)
+            self._decide(list(pools.values()), step.seen, some)
+
+    def _judge(self) -> None:
+        """What the policy judges by of the tokens that decode has just written, all layers of a device at once."""
+        by_device: dict[torch.device, list[Arriving]] = {}
+        for arriving in self._arriving:
+            by_device.setdefault(arriving.positions.device, []).append(arriving)
+        self._arriving = []
+        for device, arrivals in by_device.items():
+            board, numbers = self._entered[device]
+            for name, judged in self.policy.judge_together(arrivals).items():
+                board.slots[name].flatten(0, 1).index_copy_(0, numbers, judged.flatten(0, 3))
 
     def _decide(self, pools: list[PagePool], following: Sequence[int], owners: Tensor | None) -> None:
         """What leaves before the rows' next queries, at these positions."""
-        assert self.cache.budget is not None
         device, heads, rows = pools[0].device, self.cache.shape.kv_heads, len(following)
-        grown = [
-            self.cache.budget.at(terms.prompt, at + 1) - terms.budget
-            for terms, at in zip(self.terms, following, strict=True)
-        ]
+        grown = [terms.allowed(at) - terms.entries for terms, at in zip(self.terms, following, strict=True)]
         by_row = torch.tensor([list(following), grown]).repeat_interleave(heads, dim=1)
         both = torch.zeros((2, pools[0].length.shape[0]), dtype=torch.int64)
         both[:, : rows * heads] = by_row
         both = both.to(device)
-        key = device, tuple(id(pool) for pool in pools)
-        if key not in self._places:
-            self._places[key] = Places(self.policy, pools, tuple(self.state))
-        self._places[key].decide(both[0].to(torch.int32), self.window, both[1], owners, rows * heads)
+        decide(
+            self.policy,
+            self._board(pools),
+            both[0].to(torch.int32),
+            both[1],
+            window=self.window,
+            states=self.state,
+            owners=owners,
+            rows=rows * heads,
+        )
 
     def _drop(self, step: Pass, following: Sequence[int]) -> None:
         """Of bounded prompts: let go of what these queries do not see, into means, in the order in which it left."""
         for row, (at, count) in enumerate(zip(following, step.counts, strict=True)):
             terms = self.terms[row]
-            first = step.seen[row] - count
-            gone = self._gone(terms, at) - self._gone(terms, first) if terms.bounded and count else 0
+            gone = terms.dropped(at) - terms.dropped(step.seen[row] - count) if count else 0
             if gone <= 0:
                 continue
             by_device: dict[torch.device, list[Prompt]] = {}
@@ -271,52 +240,7 @@ class Contest:
                 prompt = layer.prompts[row]
                 by_device.setdefault(prompt.buffers["keys"].device, []).append(prompt)
             for prompts in by_device.values():
-                if terms.room:
-                    self._join(prompts, gone, terms.room)
-                for prompt in prompts:
-                    alive = prompt.held("deadlines") > at
-                    prompt.keep(in_slot_order(alive, prompt.length - gone))
-
-    def _join(self, prompts: Sequence[Prompt], gone: int, room: int) -> None:
-        """The `gone` entries that left first join the means of their heads, in several layers at once."""
-        heads = self.cache.shape.kv_heads
-        leaving = {"keys": [], "values": []}  # type: dict[str, list[Tensor]]
-        for prompt in prompts:
-            index = prompt.held("deadlines").argsort(dim=-1, stable=True)[:, :gone]
-            for name, found in leaving.items():
-                found.append(taken(prompt.held(name), index))
-            if prompt.means is None:
-                wide = torch.promote_types(prompt.buffers["keys"].dtype, torch.float32)
-                made = prompt.buffers["keys"].new_zeros((heads, room, prompt.buffers["keys"].shape[-1]), dtype=wide)
-                prompt.set_means((made, made.clone(), made.new_zeros((heads, room))))
-        parts = zip(*(prompt.means for prompt in prompts if prompt.means is not None), strict=True)
-        keys, values, counts = (torch.cat(part) for part in parts)
-        run_through(self.policy, (keys, values, counts), torch.cat(leaving["keys"]), torch.cat(leaving["values"]))
-        for i, prompt in enumerate(prompts):
-            own = slice(i * heads, (i + 1) * heads)
-            prompt.set_means((keys[own].clone(), values[own].clone(), counts[own].clone()))
-
-    def _cut(self, layer: PagedLayer) -> None:
-        """At a prompt's end: divide the places of a layer, and move what stays into pages."""
-        assert layer.pool is not None
-        for row, terms in enumerate(self.terms):
-            prompt = layer.prompts.pop(row, None)
-            into_pages(layer.pool, self.cache.owners(row), self._chosen(layer, prompt, terms), prompt, self.policy)
-            if prompt is not None:
-                prompt.free()
-
-    def _chosen(self, layer: PagedLayer, prompt: Prompt | None, terms: Terms) -> Cut:
-        if prompt is None:
-            return Cut(torch.full((self.cache.shape.kv_heads,), terms.places), terms.room, None)
-        assert prompt.mass is not None
-        last, positions = terms.prompt - 1, prompt.held("positions")
-        competes = (positions >= self.policy.sinks) & (positions <= last - self.window)
-        worth = self.policy.worth({name: prompt.held(name) for name in self.state}, last - positions)
-        crowded = terms.prompt > terms.budget and not terms.bounded
-        division = Division(layer.index, prompt.mass, worth, competes, terms.places, crowded)
-        places = self.policy.divide(division).to(worth.device)
-        rank = rank_by_score(worth.masked_fill(~competes, -torch.inf), positions)
-        return Cut(places, terms.room, ~competes | (rank < places[:, None]))
+                let_go(self.policy, prompts, gone, at, terms.room)
 
     def new_pool(self, rows: int, like: Tensor) -> PagePool:
         """An empty pool for so many rows. like: keys."""
@@ -328,5 +252,5 @@ class Contest:
             "room": torch.zeros(owners, dtype=torch.int64),
             "counts": torch.zeros((owners, most), dtype=wide),
         }
-        more = {**self.state, "bias": SlotTensor(wide, fill=-torch.inf)}
+        more = {**self.slot_tensors, "bias": SlotTensor(wide, fill=-torch.inf)}
         return PagePool(owners, like, self.cache.count_bytes, more, beside)

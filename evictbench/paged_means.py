@@ -6,15 +6,14 @@ cache's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evictbench.pages import PagePool
-
 if TYPE_CHECKING:
+    from evictbench.paged_board import Board
     from evictbench.policy import Policy
 
 MEAN = -2
@@ -46,52 +45,50 @@ def run_through(
     return means
 
 
-def absorb(policy: Policy, pools: Sequence[PagePool], owners: Tensor | slice, victims: Tensor, leaves: Tensor) -> None:
+def absorb(policy: Policy, board: Board, owners: Tensor | slice, victims: Tensor, leaves: Tensor) -> None:
     """Let what leaves join its owner's means.
 
-    victims: `[pools, owners]`, the slot of the entry that leaves, if it does (`leaves`). Each of these owners has a
-    page.
+    victims: `[pools, owners]`, the slot of the entry that leaves, any other where none does (`leaves`). Each of these
+    owners has a page.
     """
-    most = pools[0].beside["counts"].shape[1]
+    most = board.fronts.shape[2]
     if most == 0:
         return
-    for start, stop in _groups(pools, victims.shape[1] * most):
-        _absorb(policy, pools[start:stop], owners, victims[start:stop], leaves[start:stop])
+    head_dim = board.keys[0].shape[-1]
+    size = max(1, ELEMENTS_AT_ONCE // max(1, victims.shape[1] * most * head_dim))
+    for start in range(0, len(board.pools), size):
+        part = slice(start, start + size)
+        _absorb(policy, board, part, owners, victims[part], leaves[part])
 
 
-def _absorb(policy: Policy, pools: Sequence[PagePool], owners: Tensor | slice, victims: Tensor, leaves: Tensor) -> None:
-    def gathered(name: str, slots: Tensor) -> Tensor:
-        """`[pools, owners, ...]` of these slots, wide."""
-        return torch.stack(
-            [pool.buffers[name].flatten(0, 1)[at] for pool, at in zip(pools, slots.unbind(), strict=True)]
-        )
-
-    counts = torch.stack([pool.beside["counts"][owners] for pool in pools])
-    room = torch.stack([pool.beside["room"][owners] for pool in pools])
-    fronts = torch.stack([pool.front(counts.shape[2])[owners] for pool in pools])
-    leaves = leaves & (room > 0)
-    keys = gathered("keys", fronts).to(counts.dtype)
-    key, value = gathered("keys", victims).to(counts.dtype), gathered("values", victims).to(counts.dtype)
-    at = policy.joins(keys, counts, room, key).clamp(max=counts.shape[2] - 1)[..., None]
-    slots = fronts.gather(2, at)[..., 0]
-    count = counts.gather(2, at)
-    mean = keys.gather(2, at[..., None].expand(*at.shape, keys.shape[-1]))[:, :, 0]
-    mean_value, bias = gathered("values", slots).to(counts.dtype), gathered("bias", slots)
+def _absorb(policy: Policy, board: Board, part: slice, owners: Tensor | slice, victims: Tensor, leaves: Tensor) -> None:
+    """The same for some of the pools."""
+    every, rooms, fronts = (of[part][:, owners] for of in (*_of(board, "counts", "room"), board.fronts))
+    wide, most = every.dtype, fronts.shape[2]
+    taken = _gathered(board.keys[part], torch.cat((fronts.flatten(1), victims), dim=1)).to(wide)
+    keys, key = taken.split((fronts.shape[1] * most, victims.shape[1]), dim=1)
+    keys = keys.unflatten(1, (-1, most))
+    at = policy.joins(keys, every, rooms, key).clamp(max=most - 1)[..., None]
+    slots, count = fronts.gather(2, at)[..., 0], every.gather(2, at)
+    old_key = keys.gather(2, at[..., None].expand(*at.shape, keys.shape[-1]))[:, :, 0]
+    old_value, value = _gathered(board.values[part], torch.cat((slots, victims), dim=1)).to(wide).chunk(2, dim=1)
+    moved = (leaves & (rooms > 0))[..., None]
     after = count + 1
-    moved = leaves[..., None]
-    mean = torch.where(moved, (mean * count + key) / after, mean)
-    mean_value = torch.where(moved, (mean_value * count + value) / after, mean_value)
-    bias = torch.where(leaves, after[..., 0].log(), bias)
-    counts = counts.scatter(2, at, torch.where(moved, after, count))
-    for i, pool in enumerate(pools):
-        for name, written in (("keys", mean[i]), ("values", mean_value[i]), ("bias", bias[i])):
-            buffer = pool.buffers[name].flatten(0, 1)
-            buffer.index_copy_(0, slots[i], written.to(buffer.dtype))
-        pool.beside["counts"][owners] = counts[i]
+    for flat, old, new in ((board.keys, old_key, key), (board.values, old_value, value)):
+        mean = torch.where(moved, (old * count + new) / after, old).to(flat[0].dtype)
+        for buffer, slot, written in zip(flat[part], slots.unbind(), mean.unbind(), strict=True):
+            buffer.index_copy_(0, slot, written)
+    bias, flat_slots = board.slots["bias"].view(-1), (slots + board.base[part]).flatten()
+    logs = torch.where(moved[..., 0].flatten(), after.log().flatten(), bias[flat_slots])
+    bias.index_copy_(0, flat_slots, logs)
+    every = every.scatter(2, at, torch.where(moved, after, count))
+    board.of_owners["counts"][part][:, owners] = every
 
 
-def _groups(pools: Sequence[PagePool], slots: int) -> Iterator[tuple[int, int]]:
-    """So many neighbouring pools at once that their means' keys are not too many numbers."""
-    size = max(1, ELEMENTS_AT_ONCE // max(1, slots * pools[0].buffers["keys"].shape[-1]))
-    for start in range(0, len(pools), size):
-        yield start, min(len(pools), start + size)
+def _of(board: Board, *names: str) -> tuple[Tensor, ...]:
+    return tuple(board.of_owners[name] for name in names)
+
+
+def _gathered(buffers: Sequence[Tensor], slots: Tensor) -> Tensor:
+    """`[pools, slots, ...]` of these slots of each."""
+    return torch.stack([buffer.index_select(0, at) for buffer, at in zip(buffers, slots.unbind(), strict=True)])

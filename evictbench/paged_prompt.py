@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evictbench.kernels import probabilities
-from evictbench.pages import NEVER
 from evictbench.placement import in_slot_order
 
 
@@ -118,8 +117,3 @@ def last_mass(prompt: Prompt, query: Tensor, scaling: float) -> Tensor:
     """The softmax of one query `[heads, 1, head_dim]` over all that is held, mean over each group: `[kv_heads, slots]`
     float32 or wider."""
     return probabilities(query[None], prompt.held("keys")[None], None, scaling)[0, :, :, 0].mean(1)
-
-
-def without_end(prompt: Prompt, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New entries with deadlines that have not come."""
-    return {**entries, "deadlines": torch.full_like(entries["positions"], NEVER)}

@@ -40,7 +40,7 @@ class PagePool:
     length: `[owners]` int64, slots that are filled; newest: the slot of the entry written last; reusable: a slot whose
     entry no later query sees, -1 where there is none; visible: the entries that the next query sees, without its own.
     beside: more of each owner, `[owners, ...]`. tables: each owner's pages, in order. changes: how often pages have
-    changed hands.
+    changed hands. board: what holds these, side by side with those of other pools.
     """
 
     def __init__(
@@ -73,8 +73,10 @@ class PagePool:
         self.tables: list[list[int]] = [[] for _ in range(owners)]
         self.spare: list[int] = []
         self.changes = 0
+        self.board: object = None
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._front: tuple[int, Tensor] | None = None
+        self._layout: tuple[int, Tensor, Tensor, Tensor] | None = None
         count_bytes(self.nbytes())
 
     @property
@@ -88,9 +90,8 @@ class PagePool:
         return self.owner.shape[0]
 
     def nbytes(self) -> int:
-        """Bytes of its storages."""
-        tensors = (*self.buffers.values(), self.owner, *self._by_owner().values())
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in (*self.buffers.values(), self.owner, *self._by_owner().values()))
 
     def bytes_of(self, owners: Iterable[int]) -> int:
         """The part of its bytes that falls to some owners, by their pages among those in use."""
@@ -159,9 +160,9 @@ class PagePool:
         renumbered[kept] = torch.arange(used, device=self.device)
         for name, old in self.buffers.items():
             self._replace(name, old[kept])
-        self._count_bytes(-self.owner.untyped_storage().nbytes())
+        self._count_bytes(-self.owner.nbytes)
         self.owner = self.owner[kept]
-        self._count_bytes(self.owner.untyped_storage().nbytes())
+        self._count_bytes(self.owner.nbytes)
         self.newest = _moved(self.newest, renumbered)
         self.reusable = torch.where(self.reusable < 0, -1, _moved(self.reusable.clamp(min=0), renumbered))
         start = 0
@@ -179,13 +180,13 @@ class PagePool:
             self._replace(name, new)
         owner = self.owner.new_zeros(pages)
         owner[:old] = self.owner
-        self._count_bytes(owner.untyped_storage().nbytes() - self.owner.untyped_storage().nbytes())
+        self._count_bytes(owner.nbytes - self.owner.nbytes)
         self.owner = owner
         self.spare += range(pages - 1, old - 1, -1)
 
     def _replace(self, name: str, new: Tensor) -> None:
-        self._count_bytes(new.untyped_storage().nbytes())
-        self._count_bytes(-self.buffers[name].untyped_storage().nbytes())
+        self._count_bytes(new.nbytes)
+        self._count_bytes(-self.buffers[name].nbytes)
         self.buffers[name] = new
 
     def _set_tails(self, owners: Iterable[int]) -> None:
@@ -211,6 +212,21 @@ class PagePool:
                 torch.tensor(padded, dtype=torch.int32, device=self.device),
             )
         return self._on_device
+
+    def layout(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages by owner: which, `[owners · most]` int64, padded; where that is padding, `[owners, most, 1, 1]` bool;
+        where among those each page is, `[pages]`, on padding for one that nobody has. Kept until pages are moved."""
+        if self._layout is None or self._layout[0] != self.changes:
+            most = max(map(len, self.tables)) + 1
+            table = torch.tensor([pages + [0] * (most - len(pages)) for pages in self.tables])
+            held = torch.tensor([len(pages) for pages in self.tables])
+            missing = torch.arange(most) >= held[:, None]
+            place = torch.full((self.pages,), most - 1)
+            place[table[~missing]] = torch.arange(most).expand_as(table)[~missing]
+            place += self.owner.cpu() * most
+            found = table.flatten().to(self.device), missing[:, :, None, None].to(self.device), place.to(self.device)
+            self._layout = self.changes, *found
+        return self._layout[1:]
 
     def table(self, owner: int) -> Tensor:
         """The pages of an owner, in order, int64."""

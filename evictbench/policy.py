@@ -427,6 +427,14 @@ class Policy:
         """The slot tensors of new entries, `[rows, kv_heads, new(, width)]`."""
         raise NotImplementedError(f"{type(self).__name__} judges nothing")
 
+    def judge_together(self, arriving: Sequence[Arriving]) -> Mapping[str, Tensor]:
+        """The same for one token of each row and several layers of one device: `[layers, rows, kv_heads, 1(, width)]`.
+        Called once a pass where a model decodes, after all layers have attended."""
+        import torch
+
+        judged = [self.judge(one) for one in arriving]
+        return {name: torch.stack([one[name] for one in judged]) for name in judged[0]}
+
     def worth(self, state: Mapping[str, Tensor], age: Tensor) -> Tensor:
         """What entries are worth to a query `age` positions after them, shaped like age, floating. The least leaves;
         of equals the later."""

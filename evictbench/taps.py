@@ -57,7 +57,8 @@ def tapped(model: PreTrainedModel, names: Collection[Tap], take: Take) -> Iterat
 def _layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """The decoder layers in order, each with its attention."""
     found: dict[int, tuple[nn.Module, nn.Module]] = {}
-    for layer in model.modules():
+    # Where they nearly always are; a walk through all modules takes longer than a small model's decode step can spare.
+    for layer in getattr(model.get_decoder(), "layers", None) or model.modules():
         attention: Any = getattr(layer, "self_attn", None)
         if (index := getattr(attention, "layer_idx", None)) is not None:
             found[index] = layer, attention

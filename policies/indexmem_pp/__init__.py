@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -103,6 +103,7 @@ class IndexMem(Policy):
         self._trained: Mapping[str, Any] = {}
         self._scorers: list[Scorer] = []
         self._on: dict[tuple[int, torch.device], Scorer] = {}
+        self._together: dict[tuple[tuple[int, ...], torch.device], dict[str, Tensor]] = {}
         self._table: Tensor | None = None
 
     def _setting(self, name: str, default: int) -> int:
@@ -149,7 +150,7 @@ class IndexMem(Policy):
         table: Any = tensors.pop("head_budgets", weights.card.get("head_budgets"))
         self._trained = {**weights.card, **(weights.card.get("settings") or {})}
         self._scorers = scorers(tensors, shape, weights.origin)
-        self._on = {}
+        self._on, self._together = {}, {}
         if self.config.budgets == "table":
             origin = weights.origin
             if self.config.table is not None:
@@ -183,6 +184,26 @@ class IndexMem(Policy):
 
         assert arriving.read is not None
         score, rate = self._scorer(arriving.layer, arriving.read.device)(arriving.read, arriving.positions)
+        return {"score": torch.stack((score, rate), dim=-1)}
+
+    def judge_together(self, arriving: Sequence[Arriving]) -> Mapping[str, Tensor]:
+        """The same for several layers, in a few products for all of them."""
+        import torch
+
+        from .together import of_layers
+
+        layers, reads = tuple(one.layer for one in arriving), [one.read for one in arriving if one.read is not None]
+        key = layers, reads[0].device
+        if key not in self._together:
+            scorers = [self._scorer(layer, reads[0].device) for layer in layers]
+            self._together[key] = {
+                name: torch.stack([scorer.get_parameter(name).data for scorer in scorers])
+                for name, _ in scorers[0].named_parameters()
+            }
+            for at, scorer in enumerate(scorers):  # one copy on the device
+                for name, parameter in scorer.named_parameters():
+                    parameter.data = self._together[key][name][at]
+        score, rate = of_layers(self._together[key], torch.stack(reads), arriving[0].positions)
         return {"score": torch.stack((score, rate), dim=-1)}
 
     def _scorer(self, layer: int, device: torch.device) -> Scorer:
