@@ -14,7 +14,7 @@ from evictbench.errors import UserError
 from evictbench.plan import Kept, make_plan
 from evictbench.sweep_job import Ended, Job
 from evictbench.sweep_progress import Cell, Progress
-from evictbench.sweep_shards import merge, shard_folder
+from evictbench.sweep_shards import merge, shard_folder, shard_folders
 
 if TYPE_CHECKING:
     from evictbench.plan import Plan
@@ -95,6 +95,8 @@ def sweep(cells: Sequence[Cell], executor: Executor, watch: Watcher, shards: int
     """
     progress = Progress(cells)
     for cell in cells:
+        with suppress(records.Held):  # the cell's worker says so, if that is still true then
+            merge(cell.plan.folder, cell.plan.identity)  # shards of a sweep that was killed
         if cell.total == cell.done:
             _conclude(cell)
             watch.ended(cell)
@@ -125,9 +127,9 @@ def sweep(cells: Sequence[Cell], executor: Executor, watch: Watcher, shards: int
 
 
 def _cell(plan: Plan) -> Cell:
-    with suppress(records.Held):  # whoever writes to it goes on; the cell's worker says so if that is still true then
-        merge(plan.folder, plan.identity)
-    there = records.read_samples(plan.folder) if plan.folder.is_dir() else {}
+    there: dict[records.Key, dict[str, Any]] = {}
+    for folder in (plan.folder, *shard_folders(plan.folder)):
+        there = {**records.read_samples(folder), **there}
     cell = Cell(plan, frozenset(there.keys() & {planned.key for planned in plan.prompts}))
     cell.scores = {key: float(line["score"]) for key, line in there.items()}
     return cell

@@ -46,8 +46,12 @@ def sweep_and_show(file: Path | None, words: Mapping[str, Any], how: How, as_jso
     from evictbench.sweep import plan_cells
     from evictbench.sweep_table import SweepTable
 
-    with SweepTable(console_for(stderr=True)) as table:
-        cells, impossible = plan_cells(settings, table.phase)
+    try:
+        with SweepTable(console_for(stderr=True)) as table:
+            cells, impossible = plan_cells(settings, table.phase)
+    except KeyboardInterrupt:
+        print("Stopped before the first sample.", file=sys.stderr)
+        return 130
     report = console_for(stderr=as_json)
     if how.dry_run:
         _show_dry_run(cells, impossible, report, as_json)

@@ -8,8 +8,10 @@ from them. Ray ends the process of a GPU task with the task, to free the GPU, so
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Generator, Sequence
+from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.sweep_job import Ended, Job, Worker, read_phase
@@ -79,7 +81,7 @@ def _connect() -> None:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    quiet = {"log_to_driver": False, "logging_level": "warning"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(**quiet)

@@ -32,10 +32,15 @@ def merge(cell: Path, identity: Mapping[str, Any]) -> int:
 
     Lines keep their session, which moves with them. Raises `records.Held` if another process writes to the cell.
     """
+    for folder in shard_folders(cell):
+        with suppress(OSError):  # only those that nobody has begun are empty
+            folder.rmdir()
     found = shard_folders(cell)
-    if not found:
-        return 0
     added = 0
+    if not found:
+        with suppress(OSError):
+            (cell / SHARDS).rmdir()
+        return 0
     with records.open_run(cell, identity) as whole:
         for folder in found:
             with suppress(records.Held), records.open_run(folder, identity) as part:

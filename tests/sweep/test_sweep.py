@@ -184,6 +184,7 @@ def test_merging_may_be_stopped_and_done_again(grid, tmp_path):
         file.write('{"task": "toy_recall", "doc_')  # torn
     cells, _ = plan_cells(grid("h2o", "32", limit=4))
     assert cells[1].done == 4
+    assert back.exists()  # planning alone changes nothing
     here = Here()
     sweep(cells, here, Watch(), shards=3)
     assert [job.title for job in here.jobs] == ["h2o at 32 on toy, shard 1 of 3", "h2o at 32 on toy, shard 2 of 3"]

@@ -19,13 +19,18 @@ from evictbench.sweep_shards import shard_folders
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Two workers of one CPU each."""
+    """A node with two workers of one CPU each, found by its address, as any cluster is."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it would write a token into the home folder
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'evictbench[ray]'")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'evictbench[ray]'")
+    from ray.cluster_utils import Cluster
+
+    node = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = node.address
     yield
-    ray.shutdown()
+    os.environ.pop("RAY_ADDRESS") if before is None else os.environ.update(RAY_ADDRESS=before)
+    node.shutdown()
 
 
 def kill_one(root, killed):
