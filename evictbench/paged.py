@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from evictbench.cache import EvictionCache
-from evictbench.paged_attention import attend_chunk, attend_one
 from evictbench.paged_contest import Contest
+from evictbench.paged_expiry import expire
 from evictbench.pages import EMPTY, PagePool
 from evictbench.passes import Occupancy, Pass
-from evictbench.policy import Arriving
 from evictbench.slots import SlotLayer
 
 if TYPE_CHECKING:
@@ -169,13 +168,13 @@ class PagedCache(EvictionCache):
             self.allotted = [1.0] * rows
         elif not self.allotted:
             self.allotted = [allotted(self.policy, self.budget, length) for length in self.prompts]
-        self.seen_by_heads = self._open_pages(rows) if self._in_place(step) else []
-        if self.contest is not None and self._in_place(step):
+        self.seen_by_heads = self._open_pages(rows) if self.in_place(step) else []
+        if self.contest is not None and self.in_place(step):
             self.contest.open(step)
         self.current = step
         return step
 
-    def _in_place(self, step: Pass) -> bool:
+    def in_place(self, step: Pass) -> bool:
         """Every row has one new token, and others in pages."""
         return step.single and (self.columns > 0 if self.contest is None else self.prompt_done)
 
@@ -210,17 +209,8 @@ class PagedCache(EvictionCache):
         assert step is not None
         if self.contest is not None:
             output = self.contest.attend(layer, step, query, keys, values, scaling)
-            if layer.index == self.shape.layers - 1:
-                self._close(step)
-            return output
-        if layer.pool is None:
-            rows = max(self.row_capacity or 0, step.rows)
-            layer.pool = self.new_pool(rows, keys)
-        deadlines = self._deadlines(layer, step, keys.device)
-        self._decide_newest(layer.pool, step, deadlines[:, :, 0])
-        query = self.policy.after_rotation(query)
-        attend = self._attend_in_place if self._in_place(step) else self._attend_chunk
-        output = attend(layer.pool, step, query, keys, values, deadlines[:, :, 1:], scaling)
+        else:
+            output = expire(self, layer, step, query, keys, values, scaling)
         if layer.index == self.shape.layers - 1:
             self._close(step)
         return output
@@ -233,70 +223,6 @@ class PagedCache(EvictionCache):
             )
         read = self.read.pop(layer, None)
         return None if read is None else read.to(device)
-
-    def _deadlines(self, layer: PagedLayer, step: Pass, device: torch.device) -> Tensor:
-        """`[rows, kv_heads, 1 + queries]` int32: of the entry before the new ones, and of the new ones."""
-        arriving = Arriving(
-            layer=layer.index,
-            shape=self.shape,
-            positions=step.query_positions(device),
-            allotted=step.once("allotted", device, lambda: torch.tensor(self.allotted, device=device)),
-            read=self.take_read(layer.index, device),
-        )
-        return self.policy.expiry(arriving).to(torch.int32)
-
-    def _decide_newest(self, pool: PagePool, step: Pass, deadlines: Tensor) -> None:
-        """Write what this pass says of each row's last entry before it."""
-        rows = [row for row, (count, seen) in enumerate(zip(step.counts, self.seen, strict=True)) if count and seen]
-        if len(rows) == step.rows:
-            pool.set_newest(slice(0, deadlines.numel()), deadlines.flatten())
-        elif rows:
-            owners = torch.tensor([owner for row in rows for owner in self.owners(row)], device=pool.device)
-            pool.set_newest(owners, deadlines[torch.tensor(rows, device=pool.device)].flatten())
-
-    def _attend_in_place(
-        self, pool: PagePool, step: Pass, query: Tensor, keys: Tensor, values: Tensor, deadlines: Tensor, scaling: float
-    ) -> Tensor:
-        def by_owner() -> Tensor:
-            positions = step.query_positions(keys.device)[:, 0]
-            return positions.repeat_interleave(self.shape.kv_heads)
-
-        def following() -> Tensor:
-            after = positions.new_zeros(pool.length.shape[0])
-            after[: positions.shape[0]] = positions + 1
-            return after
-
-        positions = step.once("by_owner", keys.device, by_owner)
-        entries = {
-            "keys": keys.flatten(0, 2),
-            "values": values.flatten(0, 2),
-            "positions": positions,
-            "deadlines": deadlines.flatten(),
-        }
-        pool.put(positions.shape[0], entries)
-        output = attend_one(pool, query, positions, scaling)
-        pool.look_ahead(step.once("following_by_owner", keys.device, following))
-        return output
-
-    def _attend_chunk(
-        self, pool: PagePool, step: Pass, query: Tensor, keys: Tensor, values: Tensor, deadlines: Tensor, scaling: float
-    ) -> Tensor:
-        output = torch.zeros_like(query)
-        positions = step.query_positions(keys.device)
-        for row, count in enumerate(step.counts):
-            if count == 0:
-                continue
-            new = slice(step.queries - count, step.queries)
-            entries = {
-                "keys": keys[row, :, new],
-                "values": values[row, :, new],
-                "positions": positions[row, new].expand(self.shape.kv_heads, -1),
-                "deadlines": deadlines[row, :, new],
-            }
-            first = self.owners(row).start
-            output[row, :, new] = attend_chunk(pool, first, query[row, :, new], entries, scaling)
-            pool.settle(first, entries, step.seen[row])
-        return output
 
     def _close(self, step: Pass) -> None:
         if self.prompt_done:
