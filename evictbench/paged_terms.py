@@ -72,5 +72,5 @@ class Terms:
         """The guard: a query sees so many entries, mean over heads; RuntimeError if that is more than its budget."""
         if mean > self.allowed(query) + 1e-6:
             raise RuntimeError(
-                f"{policy.name} let a query see {mean:.2f} entries a head, where its budget is {self.allowed(query)}."
+                f"{policy.name} let a query see {mean:.2f} entries a head, where the budget is {self.allowed(query)}."
             )
