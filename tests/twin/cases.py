@@ -56,7 +56,7 @@ class Case:
         return {
             f.name: getattr(self.rule, f.name)
             for f in fields(self.rule)  # type: ignore[arg-type]
-            if f.name not in NOT_SETTINGS and (f.name, getattr(self.rule, f.name)) != ("shares", "head")
+            if f.name not in NOT_SETTINGS
         }
 
     def model(self) -> PreTrainedModel:
