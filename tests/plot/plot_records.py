@@ -110,7 +110,7 @@ def write_grid(root, **what):
     for policy, scores in {"h2o": (4, 8), "tova": (6, 9), "random": (0, 2)}.items():
         for budget, count in zip(("64", "128"), scores, strict=True):
             write_run(root, right(count, 10, occupancy=float(budget)), policy=policy, budget=budget, **what)
-    write_run(root, right(10, 10, occupancy=500.0), policy="full", budget=None, **what)
+    write_run(root, right(9, 10, occupancy=500.0), policy="full", budget=None, **what)
 
 
 def steps(contexts=(256,), rows=(1,), new=32, lost=()):
