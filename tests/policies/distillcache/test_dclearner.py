@@ -328,7 +328,7 @@ def test_a_batch(model: Any, sampler: str) -> None:
     assert losses.parts["surprise"] > 0
     again = reinforced(model, sampler=sampler)
     again.ranker.load_state_dict(learner.ranker.state_dict())
-    assert float(again.loss(batch(model, rows=2)).total) == float(losses.total.detach())
+    assert float(again.loss(batch(model, rows=2)).total.detach()) == float(losses.total.detach())
 
 
 def test_held_out_is_greedy(model: Any) -> None:
