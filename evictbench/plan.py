@@ -100,6 +100,8 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None,
     thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     policy = checked.chosen.policy(checked.chosen.config)
     policy.fit(config)
+    if checked.budget is not None:
+        policy.check_budget(checked.budget)
     policy.stated_length = checked.suite.stated_length or checked.context
     if policy.learned:
         phase("identifying the weights")
