@@ -42,7 +42,7 @@ GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-ev
 INDEXMEM = "--window 32 --steps 200 --lr 2e-3 --recipe beta=32,width=128,centroids=16 --save-every 10"
 RANKER = "--length 512 --budget 64,128,256"
 FORETELLING = f"{RANKER} --steps 2000 --lr 3e-3 --recipe method=supervised,target=set,horizon=16,every=4"
-REINFORCED = f"{RANKER} --steps 400 --lr 3e-4 --save-every 20 --recipe horizon=32"
+REINFORCED = f"{RANKER} --steps 240 --lr 3e-4 --save-every 20 --recipe horizon=32"
 
 RUNS = (
     Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{MLP}{READING}"),
@@ -51,7 +51,7 @@ RUNS = (
     Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", f"{MLSTM}{RETRIEVING}"),
     Run("dms", "gates", "dms", "smollm2", GATE),
     Run("indexmem_pp", "gates", "indexmem_pp", "smollm2", INDEXMEM),
-    Run("distillcache", "scorers", "distillcache", "smollm2", REINFORCED, first=FORETELLING),
+    Run("distillcache", "rankers", "distillcache", "smollm2", REINFORCED, first=FORETELLING),
 )
 
 COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype float16"

@@ -36,9 +36,11 @@ class Counts:
 
 SETS = {
     "scorers": Counts(44, 12, {"niah_single_1": 30, "niah_multikey_2": 18, "niah_single_2": 6, "niah_multikey_1": 6}),
+    "rankers": Counts(88, 12, {}),
     "gates": Counts(64, 20, {"niah_single_1": 44, "niah_multikey_2": 28, "niah_single_2": 10, "niah_multikey_1": 10}),
 }
-"""By what they train: KVpop's scorers, DMS's gates. Each is a file of its own."""
+"""By what they train: KVpop's scorers; DistillCache's ranker, on the first half of each; DMS's gates and
+IndexMem++'s scorers. Each is a file of its own."""
 
 QUESTIONS = 6
 """Needles that are asked for after one haystack, at most."""
