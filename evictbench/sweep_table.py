@@ -51,7 +51,9 @@ class SweepTable:
     def phase(self, text: str) -> None:
         """Say what goes on before the first cell."""
         if self.live is not None:
-            self.live.update(text, refresh=True)
+            from rich.text import Text
+
+            self.live.update(Text(text), refresh=True)
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the table, once."""

@@ -17,15 +17,26 @@ from evictbench.sweep_ray import RayTasks
 from evictbench.sweep_shards import shard_folders
 
 
+def start_node(tries=4):
+    """Ray gives its own processes half a minute to come up, which a busy machine may not keep."""
+    from ray.cluster_utils import Cluster
+
+    for left in reversed(range(tries)):
+        try:
+            return Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        except Exception as error:
+            if not left or "timed out during startup" not in str(error):
+                raise
+    return None
+
+
 @pytest.fixture(scope="module")
 def cluster():
     """A node with two workers of one CPU each, found by its address, as any cluster is."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it would write a token into the home folder
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'evictbench[ray]'")
-    from ray.cluster_utils import Cluster
-
-    node = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    node = start_node()
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = node.address
     yield
