@@ -96,7 +96,10 @@ def _result(done: object) -> Ended:
 
     try:
         ended: Ended = ray.get(done)
+    except ray.exceptions.RayTaskError as error:  # before the job itself: is evictbench there, the same as here?
+        last = str(error).strip().splitlines()[-1]
+        return Ended("failed", f"A node of the cluster could not begin it: {last}", str(error))
     except ray.exceptions.RayError as error:
         words = " ".join(str(error).split())
-        return Ended("failed", f"Its Ray worker was lost {RETRIES + 1} times, or cannot start: {words}", str(error))
+        return Ended("failed", f"Its Ray worker was lost {RETRIES + 1} times: {words}", str(error))
     return ended
