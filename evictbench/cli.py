@@ -13,18 +13,30 @@ from evictbench.errors import UserError
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
 SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
+TRACE_EXAMPLE = (
+    "evictbench trace --policies h2o,kvpop --budget 2048 --contexts 2048,8192,32768 --batch-size 1,8 "
+    "--model shape:qwen3-8b"
+)
 PLOT_EXAMPLE = "evictbench plot results/runs --suite ruler --by task"
+REPORT_EXAMPLE = "evictbench report results/runs --trace results/traces/NAME --out report.html"
 LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
 TRAIN_EXAMPLE = "evictbench train --policy kvpop --data texts.jsonl --steps 500 --out kvpop-mine"
-EXAMPLES = (RUN_EXAMPLE, SWEEP_EXAMPLE, TRAIN_EXAMPLE, PLOT_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)
+EXAMPLES = (
+    RUN_EXAMPLE,
+    SWEEP_EXAMPLE,
+    TRACE_EXAMPLE,
+    TRAIN_EXAMPLE,
+    PLOT_EXAMPLE,
+    REPORT_EXAMPLE,
+    LIST_EXAMPLE,
+    DOCTOR_EXAMPLE,
+)
 
 app = typer.Typer(
     name="evictbench",
     help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
-    epilog="\n\n".join(
-        ("Examples:", RUN_EXAMPLE, SWEEP_EXAMPLE, TRAIN_EXAMPLE, PLOT_EXAMPLE, LIST_EXAMPLE, DOCTOR_EXAMPLE)
-    ),
+    epilog="\n\n".join(("Examples:", *EXAMPLES)),
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -169,6 +181,53 @@ def sweep(
     raise typer.Exit(sweep_and_show(file, words, how, as_json))
 
 
+@app.command(epilog=f"Example: {TRACE_EXAMPLE}")
+def trace(
+    policies: Annotated[
+        str, typer.Option(help="Policies, comma-separated, with their settings; the full cache is added.")
+    ],
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Cache entries per KV head: 2048, or 25%; several, comma-separated.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps after each prompt.")] = 128,
+    batch_size: Annotated[str, typer.Option(help="Rows decoded together, comma-separated.")] = "1",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2 (bundled), a folder, a hub id, or random weights of a named shape: shape:qwen3-8b, -4b, "
+            "shape:llama-3.1-8b, shape:mistral-7b, shape:smollm2-135m."
+        ),
+    ] = "smollm2",
+    weights: Annotated[
+        str | None, typer.Option(help="Weights of learned policies: kvpop=FOLDER,dms=FOLDER. A shape needs none.")
+    ] = None,
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    retention: Annotated[
+        int | None, typer.Option(help="Also note which positions are kept, every so many tokens.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to read and go on with. Default: tokens drawn from the seed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of a shape's weights.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: options.Dtype = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the trace. Default: one in results/traces for these settings.")
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure time and memory of policies beside the full cache, step by step; finished cells are not run again."""
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
+    from evictbench.trace_command import trace_and_show
+    from evictbench.trace_settings import Settings
+
+    raise typer.Exit(trace_and_show(Settings(**given), as_json))
+
+
 @app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
 def train(
     policy: Annotated[str, typer.Option(help="A policy that can be trained, with its settings if need be.")],
@@ -260,6 +319,38 @@ def plot(
     from evictbench.plot import Request, plot_and_show
 
     raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form)))
+
+
+@app.command(epilog=f"Example: {REPORT_EXAMPLE}")
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("results/runs"),
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a trace whose figures go in too. Repeatable.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("results/report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "evictbench report",
+    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
+    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
+    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
+    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
+    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
+    ] = None,
+    documents: Annotated[
+        int | None,
+        typer.Option(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
+    ] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Write results into one HTML file that opens from the disk: leaderboard, plots, samples, protocols, warnings."""
+    given = {name: value for name, value in locals().items() if name not in ("trace", "where", "debug")}
+    from evictbench.report import Request, report_and_show
+
+    raise typer.Exit(report_and_show(Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))))
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")

@@ -1,0 +1,127 @@
+"""`evictbench report`: results in one HTML file that opens from the disk, asks no network and can be sent on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evictbench import plot
+from evictbench.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `evictbench report`, as given.
+
+    documents: of each task, so many are in the sample browser, evenly chosen; None is all that fit, 0 none. tokenizer:
+    a folder, where the model's own tokenizer is not on this machine.
+    """
+
+    folder: Path
+    traces: tuple[Path, ...] = ()
+    out: Path = Path("results/report.html")
+    title: str = "evictbench report"
+    suite: str | None = None
+    model: str | None = None
+    task: str | None = None
+    policy: str | None = None
+    budget: str | None = None
+    where: tuple[str, ...] = ()
+    documents: int | None = None
+    tokenizer: Path | None = None
+
+    def of_runs(self) -> plot.Request:
+        """The same filters for figures of runs."""
+        filters = {name: getattr(self, name) for name in ("suite", "model", "task", "policy", "budget", "where")}
+        return plot.Request(self.folder, **filters)
+
+
+def report_and_show(request: Request) -> int:
+    """Write the file, and say where it is and what it warns of; the exit code."""
+    _check(request)
+    page, warnings = build(request)
+    data = page.encode("utf-8", errors="replace")
+    _write(request.out, data)
+    for sentence in warnings:
+        print(f"warning: {sentence}", file=sys.stderr)
+    print(f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
+    return 0
+
+
+def build(request: Request) -> tuple[str, list[str]]:
+    """The page, and the sentences that it warns with."""
+    from evictbench import report_figures, report_page, report_protocol, report_samples, report_tables, report_warnings
+
+    samples = _chosen(request)
+    board = report_tables.leaderboard(samples)
+    figures, refusals = report_figures.figures(request, samples)
+    runs = report_protocol.groups(samples)
+    warnings = [*report_warnings.warnings(samples, board), *report_protocol.warnings(runs), *refusals]
+    browser = report_samples.browser(samples, request.documents, request.tokenizer)
+    page = report_page.render(request.title, samples, board, figures, runs, warnings, browser)
+    return page, [warning.text for warning in warnings] + browser.notes
+
+
+def _chosen(request: Request) -> pd.DataFrame:
+    from evictbench.plot_select import choose
+    from evictbench.registry import split_policies
+    from evictbench.results_frame import read_results
+
+    samples = read_results(request.folder, text=False)
+    chosen = {
+        name: given.split(",") for name in ("suite", "model", "task", "budget") if (given := getattr(request, name))
+    }
+    if request.policy is not None:
+        chosen["policy"] = split_policies(request.policy)
+    for pair in request.where:
+        column, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--where takes column=value, and not {pair!r}.")
+        chosen.setdefault(column.strip(), []).append(value.strip())
+    return choose(samples, {column: [value.strip() for value in values] for column, values in chosen.items()})
+
+
+def _check(request: Request) -> None:
+    """What can be known before anything is read."""
+    from evictbench.trace_schema import is_trace
+
+    if request.documents is not None and request.documents < 0:
+        raise UserError(f"--documents {request.documents} is no number of documents: 0 leaves the browser empty.")
+    if is_trace(request.folder):
+        raise UserError(f"{request.folder} is a trace: name the folder of runs, and the trace with --trace.")
+    for trace in request.traces:
+        if not is_trace(trace):
+            raise UserError(f"{trace} is no trace: it holds no trace.json.")
+    if request.tokenizer is not None and not (request.tokenizer / "tokenizer.json").is_file():
+        raise UserError(f"The folder {request.tokenizer} holds no tokenizer.json.")
+    out = request.out
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; the report is a file: --out {out / 'report.html'}.")
+    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise UserError(f"{parent} is a file; the report needs a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"The report cannot be written to {out}: no permission in {parent}.")
+
+
+def _write(out: Path, data: bytes) -> None:
+    """Replace the file at once, or leave it as it was."""
+    name: str | None = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, out)
+    except OSError as error:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+        raise UserError(f"The report cannot be written to {out}: {error.strerror or error}.") from error

@@ -1,0 +1,247 @@
+"""The sample browser's data: prompts once for all policies, answers beside each other, in packs that a page unzips
+when they are asked for."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench import records, report_prompts
+from evictbench.plot_select import SHARED, in_words, said
+from evictbench.report_tables import comparable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from tokenizers import Tokenizer
+
+MOST_BYTES = 3_000_000
+"""Of all packs together; the page around them stays small, and the whole below 5 MB."""
+
+CAPS = (40_000, 16_000, 8_000, 4_000, 2_000, 1_000)
+"""Letters of a prompt or answer that are kept, tried in order until the packs are small enough."""
+
+MOST_LINES = 20_000
+"""Answers that are looked at; of more, documents are chosen evenly."""
+
+Text = str | list[Any]
+"""A text, or its beginning, how many letters were left out, and its end."""
+
+
+@dataclass
+class Pack:
+    """The samples of one task under all runs of one group. arms: fingerprint and name of each run. data: base64 of the
+    gzip of a JSON document that `report/page.js` reads."""
+
+    name: str
+    suite: str
+    model: str
+    task: str
+    arms: list[tuple[str, str]]
+    documents: int
+    data: str = ""
+
+
+@dataclass
+class Browser:
+    """All packs, and what a reader should know that is not in them."""
+
+    packs: list[Pack] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None) -> Browser:
+    """The packs of these samples, at most `documents` of each task."""
+    found = Browser()
+    if documents == 0:
+        found.notes.append("Prompts and answers were left out of this report.")
+        return found
+    samples = samples.assign(group=comparable(samples))
+    chosen = _choose(samples, documents)
+    if len(chosen) < len(samples):
+        left = f"{len(chosen):,} of {len(samples):,} answers"
+        found.notes.append(f"The sample browser holds {left}: documents were chosen evenly from each task.")
+    contents = list(_contents(chosen, tokenizer, found))
+    for share in (1, 2, 4, 8, 16, 32, 64):
+        for cap in CAPS if share == 1 else CAPS[-1:]:
+            packs = [(pack, _pack(content, cap, share)) for pack, content in contents]
+            if sum(len(data) for _, (data, _) in packs) <= MOST_BYTES:
+                break
+        else:
+            continue
+        break
+    for pack, (data, count) in packs:
+        pack.data, pack.documents = data, count
+        found.packs.append(pack)
+    if share > 1:
+        found.notes.append(f"To keep the file small, one of {share} documents is in the sample browser.")
+    if any(isinstance(text, list) for _, content in contents for text in _texts(content, cap)):
+        found.notes.append(f"Texts longer than {cap:,} letters are shown without their middle.")
+    return found
+
+
+def _choose(samples: pd.DataFrame, documents: int | None) -> pd.DataFrame:
+    """Evenly so many documents of each task, the same ones for all runs of a group."""
+    keys = samples[["group", "task", "doc_id"]].drop_duplicates()
+    most = documents
+    if len(samples) > MOST_LINES:
+        per_document = len(samples) / len(keys)
+        tasks = len(keys[["group", "task"]].drop_duplicates())
+        fitting = max(1, int(MOST_LINES / per_document / tasks))
+        most = fitting if most is None else min(most, fitting)
+    if most is None:
+        return samples
+    kept = []
+    for _, of_task in keys.groupby(["group", "task"], observed=True):
+        ids = sorted(of_task["doc_id"])
+        picked = sorted({ids[round(i * (len(ids) - 1) / max(1, most - 1))] for i in range(min(most, len(ids)))})
+        kept.append(of_task[of_task["doc_id"].isin(picked)])
+    import pandas as pd
+
+    return samples.merge(pd.concat(kept), on=["group", "task", "doc_id"])
+
+
+def _contents(chosen: pd.DataFrame, folder: Path | None, found: Browser) -> Iterator[tuple[Pack, dict[str, Any]]]:
+    """A pack and its content for each group and task; texts whole."""
+    lines = _Lines()
+    tokenizers: dict[tuple[str, str], Tokenizer | None] = {}
+    for number, group in chosen.groupby("group", observed=True):
+        first = group.iloc[0]
+        suite, model, weights = str(first["suite"]), str(first["model"]), str(first["weights"])
+        if (model, weights) not in tokenizers:
+            tokenizers[model, weights] = report_prompts.load(model, weights, folder)
+            if tokenizers[model, weights] is None:
+                found.notes.append(f"Prompts of {model} are not shown: its tokenizer is not here (--tokenizer FOLDER).")
+        told = _told_apart(chosen, int(number))
+        for task, of_task in group.groupby("task", observed=True):
+            content = _content(of_task, lines, tokenizers[model, weights])
+            name = ", ".join(filter(None, (suite, model, str(task), told)))
+            yield Pack(name, suite, model, str(task), content["arms"], len(content["docs"])), content
+
+
+def _told_apart(samples: pd.DataFrame, group: int) -> str:
+    """What a group's protocol has that other groups of the same suite and model have not: "context 1024"."""
+    own = samples[samples["group"] == group]
+    first = own.iloc[0]
+    beside = samples[(samples["suite"] == first["suite"]) & (samples["model"] == first["model"])]
+    differing = [name for name in SHARED if in_words(beside[name]).nunique() > 1]
+    return ", ".join(f"{name.replace('_', ' ')} {said(first[name])}" for name in differing)
+
+
+class _Lines:
+    """Sample lines, each run folder read once; prompts once for all runs."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[records.Key, dict[str, Any]]] = {}
+        self._prompts: dict[str, str] = {}
+
+    def of(self, folder: str) -> Mapping[records.Key, dict[str, Any]]:
+        if folder not in self._found:
+            lines = records.read_samples(Path(folder))
+            for line in lines.values():
+                packed = line.pop("prompt_ids", None)
+                if packed is not None:
+                    self._prompts.setdefault(str(line.get("prompt_hash")), packed)
+                for name in ("tokens", "by_position"):
+                    line.pop(name, None)
+            self._found[folder] = lines
+        return self._found[folder]
+
+    def prompt(self, line: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Token ids of a line's prompt; None where the run did not keep it."""
+        return records.prompt_ids({"prompt_ids": self._prompts.get(str(line.get("prompt_hash")))})
+
+
+SHOWN = {
+    "score": "score",
+    "output_tokens": "out",
+    "token_limit": "limit",
+    "truncated": "cut",
+    "repetition": "loop",
+    "thinking": "thinking",
+    "prompt_tokens": "prompt",
+    "occupancy_max": "most",
+    "occupancy_mean": "mean",
+    "cache_bytes": "bytes",
+    "metrics": "metrics",
+    "answer": "answer",
+    "text": "text",
+}
+"""What the page has of a sample line, and by which name."""
+
+
+def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    runs = of_task.drop_duplicates("fingerprint")
+    names = {str(run["fingerprint"]): _arm(run) for _, run in runs.iterrows()}
+    twice = {name for name in names.values() if list(names.values()).count(name) > 1}
+    marks = sorted(names, key=lambda mark: (not names[mark].startswith("full"), names[mark]))
+    arms = [(mark, f"{names[mark]} ({mark})" if names[mark] in twice else names[mark]) for mark in marks]
+    prompts: list[list[Any]] = []
+    number_of: dict[str, int] = {}
+    documents: dict[tuple[int, int, str], dict[str, Any]] = {}
+    rows = of_task[["folder", "fingerprint", "task", "doc_id", "repeat"]].astype(object)
+    for folder, mark, task, doc_id, repeat in rows.itertuples(index=False):
+        line = lines.of(str(folder))[task, doc_id, repeat]
+        prompt = str(line.get("prompt_hash"))
+        if prompt not in number_of:
+            number_of[prompt] = len(prompts)
+            prompts.append(_prompt(lines.prompt(line), line.get("border"), tokenizer))
+        # Two runs may have cut the same document to two prompts; then they are two samples.
+        sample = documents.setdefault(
+            (doc_id, repeat, prompt), {"doc": doc_id, "repeat": repeat, "prompt": number_of[prompt], "arms": {}}
+        )
+        sample["arms"][marks.index(str(mark))] = {short: line.get(name) for name, short in SHOWN.items()}
+    return {"arms": arms, "prompts": prompts, "docs": [documents[key] for key in sorted(documents)]}
+
+
+def _arm(run: pd.Series) -> str:
+    return str(run["policy"]) if said(run["budget"]) == "none" else f"{run['policy']} {run['budget']}"
+
+
+def _prompt(ids: Sequence[int] | None, border: int | None, tokenizer: Tokenizer | None) -> list[Any]:
+    """The text up to the border and from it on, or why it is not there."""
+    if ids is None:
+        return ["", "", "The prompt was too long to be kept in the run."]
+    if tokenizer is None:
+        return ["", "", "The model's tokenizer was not on the machine that made this report."]
+    return [*report_prompts.decode(tokenizer, ids, border), ""]
+
+
+def _pack(content: Mapping[str, Any], cap: int, share: int) -> tuple[str, int]:
+    """The content with its texts cut and one of `share` documents, packed; and how many documents it has."""
+    kept = content["docs"][::share]
+    used = {number: place for place, number in enumerate(sorted({document["prompt"] for document in kept}))}
+    prompts = [[_cut(part, cap) for part in content["prompts"][number]] for number in used]
+    documents = [
+        document
+        | {
+            "prompt": used[document["prompt"]],
+            "arms": {
+                arm: sample | {name: _cut(sample[name], cap) for name in ("text", "answer")}
+                for arm, sample in document["arms"].items()
+            },
+        }
+        for document in kept
+    ]
+    text = json.dumps({"arms": content["arms"], "prompts": prompts, "docs": documents}, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(), len(kept)
+
+
+def _texts(content: Mapping[str, Any], cap: int) -> Iterator[Text | None]:
+    for prompt in content["prompts"]:
+        yield from (_cut(part, cap) for part in prompt)
+    for document in content["docs"]:
+        for sample in document["arms"].values():
+            yield _cut(sample["text"], cap)
+
+
+def _cut(text: Any, cap: int) -> Text | None:
+    """A quarter of what is kept is the end: that is where questions and answers are."""
+    if not isinstance(text, str) or len(text) <= cap:
+        return text if text is None or isinstance(text, str) else str(text)
+    end = cap // 4
+    return [text[: cap - end], len(text) - cap, text[-end:]]
