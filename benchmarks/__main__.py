@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from evictbench.cache import EvictionCache
 from evictbench.models import load_model, resolve
+from evictbench.paged import PagedCache
 from evictbench.registry import parse_policy
 from evictbench.rows import admit
 
@@ -53,9 +55,9 @@ def tokens_for(length: int, rows: int = 1) -> torch.Tensor:
 
 def plain(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
     positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
-    return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
-        :, -1
-    ]
+    with cache.listening() if isinstance(cache, PagedCache) else nullcontext():
+        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1]
 
 
 def dense_prefill(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:

@@ -31,6 +31,7 @@ from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.foresight import watch_dense_run
 from evictbench.future import future_labels
+from evictbench.paged import PagedCache
 from evictbench.policy import ModelShape, Policy
 from evictbench.registry import parse_policy
 
@@ -41,6 +42,8 @@ GOALS = {
     **{f"{label} memory, twice the text": ("<=", 2.2) for label in LABELS},
     "kvpop decode time / streaming_llm": ("<=", 1.15),
     "kvpop_mlp decode time / streaming_llm": ("<=", 1.15),
+    "indexmem_pp decode time / streaming_llm": ("<=", 1.2),
+    "distillcache decode time / streaming_llm": ("<=", 1.2),
 }
 
 
@@ -137,7 +140,8 @@ def decode_arms(model: PreTrainedModel, policies: dict[str, Policy], options: ar
     ids = tokens_for(options.prompt)
     arms = {}
     for name, policy in policies.items():
-        cache = EvictionCache(model, policy, options.budget, prefill="bounded", prompt_length=options.prompt)
+        kind = PagedCache if policy.ragged else EvictionCache
+        cache = kind(model, policy, options.budget, prompt_length=options.prompt)
         for start in range(0, options.prompt, options.chunk):
             plain(model, cache, ids[:, start : start + options.chunk], start)
         arms[name] = Arm(model, cache, "evictbench", options.prompt)
@@ -149,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.learned", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--policies", nargs="+", default=["kvpop", "kvpop_mlp"])
+    parser.add_argument("--policies", nargs="+", default=["kvpop", "kvpop_mlp", "indexmem_pp", "distillcache"])
     parser.add_argument("--weights", action="append", default=[], metavar="POLICY=FOLDER")
     parser.add_argument("--random", action="store_true", help="weights drawn at random")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the target's text")
