@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from evictbench.clock import ATTENTION, POLICY, REST, SIGNALS
 from evictbench.kernels import TILE_ELEMENTS, attend_and_observe, attend_one, probabilities
 from evictbench.paged import PagedLayer
 from evictbench.policy import Entering, Step
@@ -75,6 +76,8 @@ def attend(
         return _without_cache(query, key, value, attention_mask, scaling), None
     layer.awaits_attention = False
     cache = layer.cache
+    if cache.clock is not None:
+        cache.clock.lap(REST, query.device)
     if isinstance(layer, PagedLayer):
         return layer.cache.attend(layer, query, key, value, attention_mask, scaling).transpose(1, 2), None
     step = cache.begin(key, attention_mask) if layer.index == 0 else cache.current
@@ -84,6 +87,8 @@ def attend(
         cache.policy.prepare(view)
     output = _attend(layer, step, view, query, scaling)
     cache.finish(layer, step, view)
+    if cache.clock is not None:
+        cache.clock.lap(POLICY, query.device)
     return output.transpose(1, 2), None
 
 
@@ -128,9 +133,14 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
         hidden = cache.policy.hidden(view)[:, :, None]
         bias = _additive(~hidden, view.keys.dtype) if bias is None else bias.masked_fill(hidden, -torch.inf)
     sinks = _shifted_queries(cache, step, query)
+    if cache.clock is not None:
+        cache.clock.lap(POLICY, query.device)
     if "window_probs" in wanted and (cache.policy.guarded or not cache.prompt_done):
         layer.remember_queries(query, cache.policy.window)
         view.signals.window_probs = lambda: _window_probs(layer, step, view, scaling)
+        if cache.clock is not None:
+            cache.clock.lap(SIGNALS, query.device)
+            view.signals.window_probs = cache.clock.asked(view.signals.window_probs, query.device)
     shows_mass = "mass" in wanted
     if step.single and (shows_mass or "recent_probs" in wanted or ("last_query_probs" in wanted and step.cuts)):
         output, mass = attend_one(query, view.keys, view.values, bias, scaling)
@@ -154,11 +164,17 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
         output = F.scaled_dot_product_attention(
             query, view.keys, view.values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
         )
+    if cache.clock is not None:
+        cache.clock.lap(ATTENTION, query.device)
     if "last_query_probs" in wanted and step.cuts and not step.single:
         last = None if bias is None else bias[:, :, -1:]
         view.signals.last_query_probs = probabilities(query[:, :, -1:], view.keys, last, scaling)[:, :, :, 0]
+        if cache.clock is not None:
+            cache.clock.lap(SIGNALS, query.device)
     if "recent_probs" in wanted:
         view.signals.recent_probs = partial(_recent_probs, step, view, query, bias, scaling)
+        if cache.clock is not None:
+            view.signals.recent_probs = cache.clock.asked(view.signals.recent_probs, query.device)
     return output
 
 

@@ -32,6 +32,8 @@ from evictbench.together import decide
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.clock import Clock
+
 GROWTH_BLOCK = 256
 """Slots by which a cache without a fixed budget grows in decode."""
 
@@ -44,10 +46,12 @@ class EvictionCache(Cache):
     prefill: "native" (the policy's own), "dense" or "bounded". prompt_length: tokens until the prompt ends and is
     cut for good (the context's, where the question must stay unseen); None: the first forward pass is the prompt.
     rows: room for this many sequences that are admitted one by one; None: as many as the first pass has.
+    Its attribute `clock`, if set, is told what each part of a pass took.
     Raises UserError for a missing or impossible budget.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
+    clock: Clock | None = None
 
     def __init__(
         self,

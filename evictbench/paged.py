@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from evictbench.cache import EvictionCache
+from evictbench.clock import POLICY, REST, SIGNALS
 from evictbench.paged_contest import Contest
 from evictbench.paged_expiry import expire
 from evictbench.pages import EMPTY, PagePool
@@ -145,8 +146,13 @@ class PagedCache(EvictionCache):
             yield
 
     def _take(self, layer: int, name: Tap, tensor: Tensor) -> Tensor | None:
+        if self.clock is not None:
+            self.clock.lap(REST, tensor.device)
         self.read[layer] = self.policy.read(layer, name, tensor)
-        return self.policy.before_rotation(tensor) if name == "pre_rope_queries" else None
+        changed = self.policy.before_rotation(tensor) if name == "pre_rope_queries" else None
+        if self.clock is not None:
+            self.clock.lap(SIGNALS, tensor.device)
+        return changed
 
     # One forward pass.
 
@@ -213,6 +219,8 @@ class PagedCache(EvictionCache):
             output = expire(self, layer, step, query, keys, values, scaling)
         if layer.index == self.shape.layers - 1:
             self._close(step)
+        if self.clock is not None:
+            self.clock.lap(POLICY, query.device)
         return output
 
     def take_read(self, layer: int, device: torch.device) -> Tensor | None:

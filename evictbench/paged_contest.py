@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from evictbench.clock import ATTENTION, POLICY
 from evictbench.paged_attention import attend_one
 from evictbench.paged_board import Board
 from evictbench.paged_places import decide
@@ -107,6 +108,7 @@ class Contest:
                 step.seen[row] - count,
                 scaling,
                 step.ends_prompt,
+                self.cache.clock,
             )
         return output
 
@@ -118,7 +120,13 @@ class Contest:
         assert pool is not None
         for name, entry in entries.items():
             pool.buffers[name].flatten(0, 1).index_copy_(0, slots, entry.flatten(0, 2))
-        return attend_one(pool, query, self._by_owner(step, query.device), scaling)
+        now, clock = self._by_owner(step, query.device), self.cache.clock
+        if clock is not None:
+            clock.lap(POLICY, query.device)
+        output = attend_one(pool, query, now, scaling)
+        if clock is not None:
+            clock.lap(ATTENTION, query.device)
+        return output
 
     def open(self, step: Pass) -> None:
         """Before a pass in which each row decodes a token: find the slots of all layers' new entries."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from evictbench.clock import ATTENTION, POLICY
 from evictbench.paged_attention import attend_chunk, attend_one
 from evictbench.policy import Arriving
 
@@ -81,7 +82,11 @@ def _attend_in_place(
         "deadlines": deadlines.flatten(),
     }
     pool.put(positions.shape[0], entries)
+    if cache.clock is not None:
+        cache.clock.lap(POLICY, query.device)
     output = attend_one(pool, query, positions, scaling)
+    if cache.clock is not None:
+        cache.clock.lap(ATTENTION, query.device)
     pool.look_ahead(step.once("following_by_owner", keys.device, following))
     return output
 
@@ -109,6 +114,10 @@ def _attend_chunk(
             "deadlines": deadlines[row, :, new],
         }
         first = cache.owners(row).start
+        if cache.clock is not None:
+            cache.clock.lap(POLICY, query.device)
         output[row, :, new] = attend_chunk(pool, first, query[row, :, new], entries, scaling)
+        if cache.clock is not None:
+            cache.clock.lap(ATTENTION, query.device)
         pool.settle(first, entries, step.seen[row])
     return output

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from evictbench.clock import ATTENTION, POLICY, SIGNALS
 from evictbench.deadlines import rank_by_score
 from evictbench.paged_cut import Cut, into_pages
 from evictbench.paged_means import run_through
@@ -17,6 +18,7 @@ from evictbench.placement import in_slot_order
 from evictbench.policy import Division, Policy, Rivals
 
 if TYPE_CHECKING:
+    from evictbench.clock import Clock
     from evictbench.paged import PagedLayer
     from evictbench.paged_terms import Terms
 
@@ -30,6 +32,7 @@ def read_chunk(
     first: int,
     scaling: float,
     ends: bool,
+    clock: Clock | None = None,
 ) -> Tensor:
     """The new tokens of one row in one layer, from position `first` on: written, and what they see, `[heads, new,
     head_dim]`, like query.
@@ -52,9 +55,15 @@ def read_chunk(
             held.copy_(found)
         else:
             held.scatter_(1, index, found)
+    if clock is not None:
+        clock.lap(POLICY, query.device)
     output = attend_prompt(prompt, index, query, first, scaling, dies)
+    if clock is not None:
+        clock.lap(ATTENTION, query.device)
     if ends:
         prompt.mass = last_mass(prompt, query[:, -1:], scaling)
+        if clock is not None:
+            clock.lap(SIGNALS, query.device)
     return output
 
 

@@ -4,6 +4,12 @@
     <folder>/trace.parquet      one row a step: `STEPS`
     <folder>/retention.parquet  one row per look, layer and head, where retention was asked for: `RETENTION`
 
+trace.json: `model`, `device`, `machine`, `commit`; `made_by`, which is the same for all cells (dtype, chunk, versions,
+...); `copy_bandwidth` (read and written) and `read_weight_bytes`, what a decode step reads of the weights; `policies`,
+by label, with their settings and weights; `cells`, one line each: `prefill_seconds` and `decode_seconds` are the wall
+clock of the phases, `first_token_seconds` ends when the first token is known, `admit_seconds` copies what the prompt
+left to every row, `<phase>_peak_bytes` is the most memory in use, `wall_seconds` all of the cell, warming up included.
+
 A cell is one policy at one budget, context and number of rows. Times are in milliseconds, sizes in bytes.
 """
 
@@ -44,9 +50,9 @@ STEPS = (
     Column("step", "int64", "number of the forward pass within its cell and phase, from 0"),
     Column("position", "int64", "tokens seen by a row after the step"),
     Column("ms", "float64", "milliseconds of the whole step"),
-    Column("attention_ms", "float64", "of these, attention"),
-    Column("signals_ms", "float64", "of these, what the policy asked to see"),
-    Column("policy_ms", "float64", "of these, scoring and evicting"),
+    Column("attention_ms", "float64", "of these, attention, with what its own softmax shows a policy"),
+    Column("signals_ms", "float64", "of these, what else the policy asked to see"),
+    Column("policy_ms", "float64", "of these, keeping the cache: writing entries, scoring, evicting"),
     Column("rest_ms", "float64", "of these, all else: ms less the three before"),
     Column("entries_max", "int64", "most entries that a KV head holds after the step"),
     Column("entries_mean", "float64", "the mean over rows, layers and KV heads"),

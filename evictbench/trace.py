@@ -1,0 +1,240 @@
+"""`evictbench trace`: speed and memory of policies side by side on one model, step by step.
+
+Everything that can be refused is refused before weights are loaded. A finished cell is written at once, and the same
+command goes on with the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench import devices, environment, models, shapes
+from evictbench.errors import UserError
+from evictbench.trace_settings import Cell, Checked, Settings, check
+from evictbench.trace_store import MADE_BY, TraceFolder, opened
+from evictbench.trace_weights import equip
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from evictbench.policy import Policy
+    from evictbench.trace_cell import Text
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A trace, ready to run. policies: by label, with their weights; origins: what those are, in words.
+
+    tokens: of the text, if one was given. model: the name in results.
+    """
+
+    settings: Settings
+    checked: Checked
+    model: str
+    source: models.Source | None
+    device: str
+    dtype: str
+    config: PretrainedConfig
+    policies: Mapping[str, Policy]
+    origins: Mapping[str, str | None]
+    tokens: Sequence[int] | None
+    made_by: Mapping[str, Any]
+
+
+def make_plan(settings: Settings, say: Say = lambda _: None) -> Plan:
+    """Check everything; UserError says what cannot be. `say` hears what takes a while."""
+    from evictbench.policy import ModelShape
+
+    checked = check(settings)
+    on_shape = shapes.is_shape(settings.model)
+    source = None if on_shape else models.resolve(settings.model)
+    say("reading the model's config")
+    if source is None:
+        model, device = settings.model.lower(), shapes.device_for(settings.device)
+        config = shapes.named(settings.model).config()
+    else:
+        devices.check_device(settings.device)
+        model, device = source.name, settings.device
+        if source.kind == "local":
+            model = Path(source.name).expanduser().resolve().name
+        config = models.load_config(source, settings.trust_remote_code)
+        models.check_supported(config)
+        window, longest = models.context_window(config), checked.longest + settings.new_tokens
+        if longest > window:
+            raise UserError(
+                f"A context of {checked.longest} tokens and {settings.new_tokens} new ones are longer than the window "
+                f"of {model}, {window} tokens."
+            )
+    if settings.device == "mps":
+        raise UserError("Traces are made on CUDA GPUs and on the CPU: there is no clock for --device mps.")
+    dtype = models.own_dtype(config) if settings.dtype == "auto" else settings.dtype
+    if on_shape:
+        shapes.check_room(shapes.named(settings.model), model, device, dtype)
+    policies, origins = {}, {}
+    for label, chosen in checked.chosen.items():
+        policies[label], origins[label] = equip(chosen, checked.weights.get(chosen.name), source, model, config)
+        _check_budgets(label, policies[label], checked.cells, ModelShape.of(config), model)
+    tokens = None if settings.text is None or source is None else _tokens(settings, checked, source)
+    made_by = {
+        "model": model,
+        "weights": f"random, seed {settings.seed}" if source is None else models.weights_hash(source),
+        "dtype": dtype,
+        "prefill": settings.prefill,
+        "chunk": settings.chunk,
+        "new_tokens": settings.new_tokens,
+        "retention": settings.retention,
+        "seed": settings.seed,
+        "text": None if settings.text is None else hashlib.sha256(settings.text.read_bytes()).hexdigest(),
+        "versions": environment.versions(),
+    }
+    return Plan(settings, checked, model, source, device, dtype, config, policies, origins, tokens, made_by)
+
+
+def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str, Any]], None]) -> Mapping[str, Any]:
+    """Measure every cell that is not there yet; what trace.json says afterwards.
+
+    cell_done: told the number of a cell, of how many, which, and what was found.
+    """
+    from evictbench.machine import Memory, copy_bandwidth, describe, devices_of
+    from evictbench.trace_cell import Measuring
+
+    say("loading the model")
+    model = _load(plan)
+    home = model.device
+    device = environment.device_of(model)
+    about = {
+        "model": plan.model,
+        "device": device,
+        "commit": environment.commit(),
+        "machine": describe(home),
+        MADE_BY: {**plan.made_by, "device": device},
+        "policies": {
+            label: {"settings": chosen.settings, "weights": plan.origins[label]}
+            for label, chosen in plan.checked.chosen.items()
+        },
+    }
+    with opened(plan.settings.folder, about) as folder:
+        missing = _missing(plan, folder)
+        if not missing:
+            return folder.about
+        say("measuring the copy bandwidth")
+        folder.about["copy_bandwidth"] = copy_bandwidth(home)
+        measuring = Measuring(model, Memory(devices_of(model)))
+        folder.about["read_weight_bytes"] = measuring.weight_bytes
+        text = _text(plan)
+        warmed: set[tuple[str, str | None]] = set()
+        number_done = len(plan.checked.cells) - len(missing)
+        for cell in missing:
+            say(str(cell))
+            feeder = _feeder(plan, model, cell)
+            began = time.perf_counter()
+            if (cell.policy, cell.budget) not in warmed:
+                warmed.add((cell.policy, cell.budget))
+                measuring.warm(feeder, cell, text)
+            found = measuring.measure(feeder, cell, text, _looks_at(plan, cell))
+            number = 1 + max((int(done["cell"]) for done in folder.cells), default=-1)
+            line = {
+                "cell": number,
+                **cell._asdict(),
+                **found.about,
+                "wall_seconds": time.perf_counter() - began,
+                "copy_bandwidth": folder.about["copy_bandwidth"],
+                "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            same = {"cell": number, "policy": cell.policy, "budget": cell.budget}
+            folder.add(line, [same | row for row in found.steps], [same | row for row in found.looks])
+            number_done += 1
+            cell_done(number_done, len(plan.checked.cells), cell, line)
+        return folder.about
+
+
+def _missing(plan: Plan, folder: TraceFolder) -> list[Cell]:
+    done = {tuple(cell[name] for name in Cell._fields) for cell in folder.cells}
+    return [cell for cell in plan.checked.cells if tuple(cell) not in done]
+
+
+def _load(plan: Plan) -> PreTrainedModel:
+    if plan.source is None:
+        return shapes.build(shapes.named(plan.settings.model), plan.device, plan.dtype, plan.settings.seed)
+    return models.load_model(plan.source, plan.device, plan.dtype, plan.settings.trust_remote_code)
+
+
+def _feeder(plan: Plan, model: PreTrainedModel, cell: Cell) -> Any:
+    from evictbench.budget import Budget
+    from evictbench.feeding import Feeder
+
+    budget = None if cell.budget is None else Budget.parse(cell.budget)
+    policy = plan.policies[cell.policy]
+    return Feeder(model, policy, budget, prefill=plan.settings.prefill, chunk=plan.settings.chunk)
+
+
+def _looks_at(plan: Plan, cell: Cell) -> int | None:
+    """Retention is looked at in one cell of each policy and budget: the longest context, the fewest rows."""
+    here = cell.context == plan.checked.longest and cell.rows == plan.checked.fewest and cell.budget is not None
+    return plan.settings.retention if here else None
+
+
+def _text(plan: Plan) -> Text:
+    """The text's own tokens, or tokens drawn from the seed: the same ones whatever the policy and context."""
+    import torch
+
+    from evictbench.trace_cell import Text
+
+    new = plan.settings.new_tokens
+    if plan.tokens is not None:
+        own = plan.tokens
+        return Text(own, lambda context, rows: [[token] * rows for token in own[context : context + new]])
+    vocabulary = plan.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(plan.settings.seed)
+    prompt = torch.randint(vocabulary, (plan.checked.longest,), generator=generator).tolist()
+
+    def following(context: int, rows: int) -> list[list[int]]:
+        drawn = torch.Generator().manual_seed(plan.settings.seed + 1)
+        found: list[list[int]] = torch.randint(vocabulary, (new, rows), generator=drawn).tolist()
+        return found
+
+    return Text(prompt, following)
+
+
+def _tokens(settings: Settings, checked: Checked, source: models.Source) -> list[int]:
+    assert settings.text is not None
+    try:
+        text = settings.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{settings.text} (--text) cannot be read as UTF-8 text.") from None
+    tokenizer = models.load_tokenizer(source, settings.trust_remote_code)
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    wanted = checked.longest + settings.new_tokens
+    if len(tokens) < wanted:
+        raise UserError(
+            f"{settings.text} has {len(tokens)} tokens, and the longest context with the new ones takes {wanted}: give "
+            "a longer text, or smaller --contexts."
+        )
+    return tokens
+
+
+def _check_budgets(label: str, policy: Policy, cells: Sequence[Cell], shape: Any, model: str) -> None:
+    from evictbench.budget import Budget
+    from evictbench.paged import allotted
+
+    for cell in cells:
+        if cell.policy != label or cell.budget is None:
+            continue
+        budget = Budget.parse(cell.budget)
+        policy.check_budget(budget)
+        least = policy.minimum_budget(shape)
+        if budget.at(cell.context, cell.context) < least:
+            raise UserError(
+                f"{label} needs a budget of at least {least} entries on {model} (what it protects, the state it is "
+                f"charged for, and one more), and {budget} of {cell.context} tokens is less."
+            )
+        if policy.ragged:
+            allotted(policy, budget, cell.context)

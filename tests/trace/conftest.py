@@ -1,0 +1,48 @@
+"""A shape of two layers, and the command in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evictbench import cli, shapes
+
+TINY = shapes.Shape(
+    "llama",
+    115_648,
+    "float32",
+    {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+)
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)  # type: ignore[misc]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Runs a command here: exit code, stdout, stderr."""
+
+    def call(*words: Any) -> tuple[Any, str, str]:
+        told = list(map(str, words))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["evictbench", *told])
+        with pytest.raises(SystemExit) as ended:
+            cli.main(told)
+        return ended.value.code, *capsys.readouterr()
+
+    return call
