@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from evictbench import plot
 from evictbench.errors import UserError
 from evictbench.plot_select import in_words
-from evictbench.report_warnings import Warning
+from evictbench.report_warnings import Notice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,22 +44,35 @@ class Drawn:
     rows: Sequence[Sequence[str]]
 
 
-def figures(request: Request, samples: pd.DataFrame) -> tuple[list[Drawn], list[Warning]]:
+def figures(request: Request, samples: pd.DataFrame) -> tuple[list[Drawn], list[Notice]]:
     """All figures of the runs and traces, and a sentence for each that could not be drawn."""
     found: list[Drawn] = []
-    refused: list[Warning] = []
+    refused: list[Notice] = []
     for (suite, model), group in samples.groupby(["suite", "model"], observed=True):
         asked = replace(request.of_runs(), suite=str(suite), model=str(model))
         drawings, error, notes = _drawings(asked, group)
-        found += [_drawn(drawing, f"f{len(found) + number}") for number, drawing in enumerate(drawings)]
+        refused += _add(found, drawings)
         # How many documents each run has is warned of beside the leaderboard.
-        refused += [Warning("plots", sentence) for sentence in notes if "--paired" not in sentence]
+        refused += [Notice("plots", sentence) for sentence in notes if "--paired" not in sentence]
         if error is not None:
-            refused.append(Warning("plots", f"No plot of {suite} on {model}. {error}"))
+            refused.append(Notice("plots", f"No plot of {suite} on {model}. {error}"))
     for trace in request.traces:
-        traced = list(plot.drawings(plot.Request(trace), None, lambda sentence: None))
-        found += [_drawn(drawing, f"f{len(found) + number}") for number, drawing in enumerate(traced)]
+        refused += _add(found, list(plot.drawings(plot.Request(trace), None, lambda sentence: None)))
     return found, refused
+
+
+def _add(found: list[Drawn], drawings: Sequence[plot.Drawing]) -> list[Notice]:
+    """Draw them behind those that are there; sentences about those that have no room."""
+    from kiwisolver import UnsatisfiableConstraint  # what matplotlib lays figures out with
+
+    refused = []
+    for drawing in drawings:
+        try:
+            found.append(_drawn(drawing, f"f{len(found)}"))
+        except (UnsatisfiableConstraint, UserWarning):
+            text = f"{drawing.name} is not drawn: the names of its policies are too long to stand beside it."
+            refused.append(Notice("plots", text))
+    return refused
 
 
 def _drawings(asked: plot.Request, group: pd.DataFrame) -> tuple[list[plot.Drawing], UserError | None, list[str]]:
@@ -79,7 +93,8 @@ def _drawn(drawing: plot.Drawing, mark: str) -> Drawn:
 
     from evictbench.plot_axes import SETTINGS
 
-    with mpl.rc_context(SETTINGS):
+    with mpl.rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="constrained_layout not applied")
         svg = inline(drawing.draw(drawing.numbers), f"{mark}-", f"{drawing.name}: {drawing.title}")
     names, rows = _table(drawing.numbers) if len(drawing.numbers) <= MOST_ROWS else ([], [])
     shows = next((words for name, words in WORDS.items() if re.match(rf"{name}\b", drawing.name)), drawing.name)

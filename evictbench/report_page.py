@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evictbench.report_protocol import Group
     from evictbench.report_samples import Browser
     from evictbench.report_tables import Board, Row
-    from evictbench.report_warnings import Warning
+    from evictbench.report_warnings import Notice
 
 MINUS, DASH = "\N{MINUS SIGN}", "–"
 
@@ -154,7 +154,7 @@ def render(
     board: Board,
     figures: Sequence[Drawn],
     runs: Sequence[Group],
-    warnings: Sequence[Warning],
+    warnings: Sequence[Notice],
     browser: Browser,
 ) -> str:
     """The whole page as HTML. Whatever comes from outside is escaped, and only the script below may run."""
@@ -166,7 +166,7 @@ def render(
     environment.filters["breakable"] = _breakable
     environment.filters["sentence"] = lambda words: words[:1].upper() + words[1:]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    by_kind: dict[str, list[Warning]] = {}
+    by_kind: dict[str, list[Notice]] = {}
     for warning in warnings:
         by_kind.setdefault(warning.kind, []).append(warning)
     values: Mapping[str, Any] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import records
 from evictbench.plot_select import said
-from evictbench.report_warnings import Warning
+from evictbench.report_warnings import Notice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +45,7 @@ COMMIT, SOURCE = "commit", "policy source"
 
 @dataclass(frozen=True)
 class Value:
-    """A setting of a run. odd: most runs beside it have another."""
+    """A setting of a run. odd: it is not that of most runs beside it."""
 
     text: str
     odd: bool
@@ -85,19 +84,19 @@ def groups(samples: pd.DataFrame) -> list[Group]:
     ]
 
 
-def warnings(found: Sequence[Group]) -> Iterator[Warning]:
+def warnings(found: Sequence[Group]) -> Iterator[Notice]:
     """Mixed commits and library versions, and commits with changes that were not committed."""
     for group in found:
         where = f"{group.suite} on {group.model}"
         clean = {commit.partition("+")[0] for commit in group.commits}
         if len(clean) > 1:
             text = f"{where}: samples were made at {len(clean)} commits of evictbench ({_some(sorted(clean), 7)})."
-            yield Warning("mixed commits", text)
+            yield Notice("mixed commits", text)
         if any("+" in commit for commit in group.commits):
-            yield Warning("mixed commits", f"{where}: some samples were made with changes that no commit holds.")
+            yield Notice("mixed commits", f"{where}: some samples were made with changes that no commit holds.")
         if group.mixed:
             text = f"{where}: samples were made with different versions or on different devices: "
-            yield Warning("mixed versions", text + "; ".join(group.mixed) + ".")
+            yield Notice("mixed versions", text + "; ".join(group.mixed) + ".")
 
 
 def _group(suite: str, model: str, samples: pd.DataFrame) -> Group:
@@ -105,23 +104,20 @@ def _group(suite: str, model: str, samples: pd.DataFrame) -> Group:
     sessions = [_sessions(run) for run in runs]
     settings = [_settings(run) | _versions(made) for run, made in zip(runs, sessions, strict=True)]
     names = list(dict.fromkeys(name for run in settings for name in run))
-    usual = {name: Counter(run.get(name, "") for run in settings).most_common(1)[0][0] for name in names}
-    differing = [name for name in names if any(run.get(name, "") != usual[name] for run in settings)]
-    of_policy = {
-        policy: Counter(
-            values.get(SOURCE, "")
-            for run, values in zip(runs, settings, strict=True)
-            if run["policy"].iloc[0] == policy
-        ).most_common(1)[0][0]
-        for policy in samples["policy"].unique()
-    }
+    differing = [name for name in names if len({run.get(name, "") for run in settings}) > 1]
+    policies = [str(run["policy"].iloc[0]) for run in runs]
 
-    def usual_of(name: str, run: pd.DataFrame) -> str:
-        """Policies have weights of their own; two runs of one policy should have the same."""
-        return of_policy[run["policy"].iloc[0]] if name == SOURCE else usual[name]
+    def odd(name: str, number: int) -> bool:
+        """Policies have weights of their own, so only those of one policy should be alike."""
+        beside = [
+            run.get(name, "")
+            for policy, run in zip(policies, settings, strict=True)
+            if name != SOURCE or policy == policies[number]
+        ]
+        return 2 * beside.count(settings[number].get(name, "")) <= len(beside)
 
     lines = []
-    for run, values in zip(runs, settings, strict=True):
+    for number, (run, values) in enumerate(zip(runs, settings, strict=True)):
         first = run.iloc[0]
         own = json.loads(str(first["policy_settings"]))
         lines.append(
@@ -131,18 +127,19 @@ def _group(suite: str, model: str, samples: pd.DataFrame) -> Group:
                 budget=said(first["budget"]),
                 settings=", ".join(f"{name}={said(value)}" for name, value in own.items()),
                 samples=len(run),
-                values=[Value(values.get(name, ""), values.get(name, "") != usual_of(name, run)) for name in differing],
+                values=[Value(values.get(name, ""), odd(name, number)) for name in differing],
             )
         )
     lines.sort(key=lambda line: (line.policy, len(line.budget), line.budget))
-    shared = {name: usual[name] for name in names if name not in differing and usual[name] not in ("", said(None))}
+    shared = {name: settings[0][name] for name in names if name not in differing}
+    shared = {name: value for name, value in shared.items() if value not in ("", said(None))}
     every = [session for made in sessions for session in made]
     commits = sorted({str(session[COMMIT]) for session in every if session.get(COMMIT)})
     mixed = []
     for name in dict.fromkeys(name for session in every for name in session):
-        values = sorted({said(session.get(name)) for session in every})
-        if name not in (*NOT_VERSIONS, COMMIT) and len(values) > 1:
-            mixed.append(f"{name} {_some(values)}")
+        found = sorted({said(session.get(name)) for session in every})
+        if name not in (*NOT_VERSIONS, COMMIT) and len(found) > 1:
+            mixed.append(f"{name} {_some(found)}")
     return Group(suite, model, shared, differing, lines, commits, mixed)
 
 

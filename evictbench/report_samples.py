@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,7 +179,7 @@ def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) 
     runs = of_task.drop_duplicates("fingerprint")
     names = {str(run["fingerprint"]): _arm(run) for _, run in runs.iterrows()}
     twice = {name for name in names.values() if list(names.values()).count(name) > 1}
-    marks = sorted(names, key=lambda mark: (not names[mark].startswith("full"), names[mark]))
+    marks = sorted(names, key=lambda mark: (names[mark] != "full", _by_number(names[mark])))
     arms = [(mark, f"{names[mark]} ({mark})" if names[mark] in twice else names[mark]) for mark in marks]
     prompts: list[list[Any]] = []
     number_of: dict[str, int] = {}
@@ -196,6 +197,11 @@ def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) 
         )
         sample["arms"][marks.index(str(mark))] = {short: line.get(name) for name, short in SHOWN.items()}
     return {"arms": arms, "prompts": prompts, "docs": [documents[key] for key in sorted(documents)]}
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """For sorting: numbers by their size, words by their letters."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _arm(run: pd.Series) -> str:

@@ -23,7 +23,7 @@ MOST_TRUNCATED = 0.05
 
 
 @dataclass(frozen=True)
-class Warning:
+class Notice:
     """A sentence under one of a few headings. run: the fingerprint of the run that it is about, where it is one."""
 
     kind: str
@@ -31,7 +31,7 @@ class Warning:
     run: str | None = None
 
 
-def warnings(samples: pd.DataFrame, board: Board) -> Iterator[Warning]:
+def warnings(samples: pd.DataFrame, board: Board) -> Iterator[Notice]:
     """Arms above the full cache, occupancy past the budget, answers cut off, tables of different tasks."""
     yield from _above_full(board)
     yield from _past_budget(samples)
@@ -41,11 +41,11 @@ def warnings(samples: pd.DataFrame, board: Board) -> Iterator[Warning]:
                 f"{_named(row)}, {row.task}: {100 * row.truncated:.0f}% of the answers are cut off by the token limit "
                 "or end inside a thought."
             )
-            yield Warning("answers cut off", text, row.run)
+            yield Notice("answers cut off", text, row.run)
     yield from _different_tasks(samples)
 
 
-def _above_full(board: Board) -> Iterator[Warning]:
+def _above_full(board: Board) -> Iterator[Notice]:
     compared = [row for row in board.rows if row.whole and row.versus is not None]
     for row in compared:
         assert row.versus is not None
@@ -55,10 +55,10 @@ def _above_full(board: Board) -> Iterator[Warning]:
                 f"{row.versus.documents} documents (p = {p:.2g}, sign-flip test; {len(compared)} arms were compared). "
                 "Eviction seldom helps: look at how the full cache's answers fail first."
             )
-            yield Warning("above the full cache", text, row.run)
+            yield Notice("above the full cache", text, row.run)
 
 
-def _past_budget(samples: pd.DataFrame) -> Iterator[Warning]:
+def _past_budget(samples: pd.DataFrame) -> Iterator[Notice]:
     bounds = guarded(samples["policy"].astype(str).unique())
     budgeted = samples[samples["budget"].notna()]
     for mark, run in budgeted.groupby("fingerprint", observed=True):
@@ -77,16 +77,16 @@ def _past_budget(samples: pd.DataFrame) -> Iterator[Warning]:
                 f"samples a query saw {which} {max(over):.4g} entries more than the budget allows"
                 + ("." if bounds[policy] else "; its budget is a target and not a bound.")
             )
-            yield Warning("past the budget", text, str(mark))
+            yield Notice("past the budget", text, str(mark))
 
 
-def _different_tasks(samples: pd.DataFrame) -> Iterator[Warning]:
+def _different_tasks(samples: pd.DataFrame) -> Iterator[Notice]:
     for (suite, model), group in samples.groupby(["suite", "model"], observed=True):
         have = group.drop_duplicates(["fingerprint", "task"]).groupby("fingerprint", observed=True)["task"]
         sets = Counter(tuple(sorted(map(str, tasks))) for _, tasks in have)
         if len(sets) > 1:
             text = f"{suite} on {model}: not every run has the same tasks, so means over tasks do not compare."
-            yield Warning("different tasks", text)
+            yield Notice("different tasks", text)
         sizes = group.groupby(["fingerprint", "task"], observed=True)["doc_id"].nunique()
         uneven = [str(task) for task, of_task in sizes.groupby(level=1, observed=True) if of_task.nunique() > 1]
         if uneven:
@@ -94,7 +94,7 @@ def _different_tasks(samples: pd.DataFrame) -> Iterator[Warning]:
                 f"{suite} on {model}: not every run has answered as many documents of {', '.join(uneven)}. "
                 "Differences from the full cache are over the documents that both have; scores are not."
             )
-            yield Warning("different documents", text)
+            yield Notice("different documents", text)
 
 
 def _named(row: Row) -> str:

@@ -49,6 +49,7 @@ function filter() {
 
 heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => sortBy(column)));
 filters.addEventListener("input", filter);
+filters.addEventListener("change", filter);
 filters.addEventListener("submit", (event) => event.preventDefault());
 filter();
 
