@@ -115,8 +115,11 @@ class Memory:
             resident = int(self._process.memory_info().rss)
             self._largest = max(self._largest, resident)
             return resident, resident
-        allocated = sum(torch.cuda.memory_allocated(gpu) for gpu in self.gpus)
-        return allocated, sum(torch.cuda.memory_reserved(gpu) for gpu in self.gpus)
+        found = [torch.cuda.memory_stats(gpu) for gpu in self.gpus]
+        allocated, reserved = (
+            sum(int(one.get(f"{name}_bytes.all.current", 0)) for one in found) for name in ("allocated", "reserved")
+        )
+        return allocated, reserved
 
     def available(self) -> int | None:
         """Bytes that a CPU's process may still take; None on GPUs, which say so themselves when they have no more. A

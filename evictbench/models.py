@@ -80,6 +80,8 @@ def resolve(name: str) -> Source:
     """
     if name == bundled.NAME:
         return Source(name, "bundled")
+    if name.startswith("shape:"):
+        raise UserError(f"{name} is a shape with random weights and no tokenizer: it is for evictbench trace alone.")
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not (path / "config.json").is_file():

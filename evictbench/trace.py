@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from evictbench import devices, environment, models, shapes
 from evictbench.errors import UserError
 from evictbench.trace_settings import Cell, Checked, Settings, check
-from evictbench.trace_store import MADE_BY, TraceFolder, opened
-from evictbench.trace_weights import equip
+from evictbench.trace_store import MADE_BY, opened, read_finished
+from evictbench.trace_weights import RANDOM, equip
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from evictbench.policy import Policy
+    from evictbench.policy import ModelShape, Policy
     from evictbench.trace_cell import Text
 
 Say = Callable[[str], None]
@@ -81,7 +81,7 @@ def make_plan(settings: Settings, say: Say = lambda _: None) -> Plan:
     policies, origins = {}, {}
     for label, chosen in checked.chosen.items():
         policies[label], origins[label] = equip(chosen, checked.weights.get(chosen.name), source, model, config)
-        _check_budgets(label, policies[label], checked.cells, ModelShape.of(config), model)
+        _check_budgets(label, policies[label], origins[label], checked.cells, ModelShape.of(config), model)
     tokens = None if settings.text is None or source is None else _tokens(settings, checked, source)
     made_by = {
         "model": model,
@@ -106,6 +106,9 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
     from evictbench.machine import Memory, copy_bandwidth, describe, devices_of
     from evictbench.trace_cell import Measuring
 
+    before = read_finished(plan.settings.folder, plan.made_by)
+    if before is not None and not _missing(plan, before["cells"]):
+        return before
     say("loading the model")
     model = _load(plan)
     home = model.device
@@ -122,7 +125,7 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
         },
     }
     with opened(plan.settings.folder, about) as folder:
-        missing = _missing(plan, folder)
+        missing = _missing(plan, folder.cells)
         if not missing:
             return folder.about
         say("measuring the copy bandwidth")
@@ -130,14 +133,15 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
         measuring = Measuring(model, Memory(devices_of(model)))
         folder.about["read_weight_bytes"] = measuring.weight_bytes
         text = _text(plan)
-        warmed: set[tuple[str, str | None]] = set()
+        warmed: set[Any] = set()
         number_done = len(plan.checked.cells) - len(missing)
         for cell in missing:
             say(str(cell))
             feeder = _feeder(plan, model, cell)
             began = time.perf_counter()
-            if (cell.policy, cell.budget) not in warmed:
-                warmed.add((cell.policy, cell.budget))
+            kind = (cell.policy, cell.budget, measuring.evicts_prompt(feeder, cell))
+            if kind not in warmed:
+                warmed.add(kind)
                 measuring.warm(feeder, cell, text)
             found = measuring.measure(feeder, cell, text, _looks_at(plan, cell))
             number = 1 + max((int(done["cell"]) for done in folder.cells), default=-1)
@@ -156,8 +160,8 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
         return folder.about
 
 
-def _missing(plan: Plan, folder: TraceFolder) -> list[Cell]:
-    done = {tuple(cell[name] for name in Cell._fields) for cell in folder.cells}
+def _missing(plan: Plan, cells: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    done = {tuple(cell[name] for name in Cell._fields) for cell in cells}
     return [cell for cell in plan.checked.cells if tuple(cell) not in done]
 
 
@@ -221,7 +225,9 @@ def _tokens(settings: Settings, checked: Checked, source: models.Source) -> list
     return tokens
 
 
-def _check_budgets(label: str, policy: Policy, cells: Sequence[Cell], shape: Any, model: str) -> None:
+def _check_budgets(
+    label: str, policy: Policy, origin: str | None, cells: Sequence[Cell], shape: ModelShape, model: str
+) -> None:
     from evictbench.budget import Budget
     from evictbench.paged import allotted
 
@@ -236,5 +242,14 @@ def _check_budgets(label: str, policy: Policy, cells: Sequence[Cell], shape: Any
                 f"{label} needs a budget of at least {least} entries on {model} (what it protects, the state it is "
                 f"charged for, and one more), and {budget} of {cell.context} tokens is less."
             )
-        if policy.ragged:
+        if not policy.ragged:
+            continue
+        try:
             allotted(policy, budget, cell.context)
+        except UserError as error:
+            if origin != RANDOM:
+                raise
+            raise UserError(
+                f"{label} cannot be traced with random weights, as what it keeps is what its training made of it: give "
+                f"--weights {policy.name}=FOLDER, or leave it out."
+            ) from error

@@ -99,13 +99,17 @@ class Measuring:
         found.about["status"] = OK if done.failed is None else OUT_OF_MEMORY
         if done.failed is not None:
             done.failed.__traceback__ = None  # its frames hold the tensors
-        self.memory.free()
         self._rates(found, cell)
         return found
 
+    def evicts_prompt(self, feeder: Feeder, cell: Cell) -> bool:
+        """Whether the prompt is longer than what is kept of it."""
+        return cell.context > _most_held(feeder, cell.context, cell.context)
+
     def warm(self, feeder: Feeder, cell: Cell, text: Text) -> None:
         """Do a little of a cell unmeasured: the first passes of a kind compile, load and allocate."""
-        prompt = list(text.prompt[: min(cell.context, 2 * feeder.chunk)])
+        enough = max(2 * feeder.chunk, _most_held(feeder, cell.context, cell.context) + feeder.chunk)
+        prompt = list(text.prompt[: min(cell.context, enough)])
         fed = text.following(cell.context, cell.rows)
         clock = clock_for(self.model.device)
         with suppress(UserError, MemoryError, torch.OutOfMemoryError), torch.inference_mode():  # the short text's own

@@ -24,23 +24,27 @@ PARTS = ("attention_ms", "signals_ms", "policy_ms", "rest_ms")
 def trace_and_show(settings: Settings, as_json: bool) -> int:
     """Trace on the terminal; the exit code. Results go to stdout, progress to stderr."""
     quieten()
-    from evictbench.trace import make_plan, trace
     from evictbench.trace_settings import check
 
     check(settings)
+    from evictbench.trace import make_plan, trace
+
     progress, report = console_for(stderr=True), console_for(stderr=as_json)
 
     def say(text: str) -> None:
         report.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def under_way(text: str) -> None:
+        # No live display: its thread would take time from what is measured.
+        if progress.is_terminal:
+            progress.print(f"{text} ...", end="\r", markup=False, highlight=False)
 
     def cell_done(number: int, of: int, cell: Cell, found: Mapping[str, Any]) -> None:
         progress.print(f"{number}/{of} {cell}: {_in_words(found)}", markup=False, highlight=False, soft_wrap=True)
 
     command = shlex.join(["evictbench", *sys.argv[1:]])
     try:
-        with progress.status("starting") as status:
-            plan = make_plan(settings, status.update)
-            about = trace(plan, status.update, cell_done)
+        about = trace(make_plan(settings, under_way), under_way, cell_done)
     except KeyboardInterrupt:
         print(f"Stopped; finished cells are kept in {settings.folder}. To go on: {command}", file=sys.stderr)
         return 130

@@ -41,7 +41,7 @@ def check_folder(path: Path) -> None:
 
 
 class TraceFolder:
-    """The folder, held for writing; made by `opened`. about: what trace.json says."""
+    """The folder, held for writing; made by `opened`. about: what trace.json says, "cells" with a line for each."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
@@ -76,6 +76,15 @@ class TraceFolder:
         write_json(self.path / TRACE, self.about)
 
 
+def read_finished(path: Path, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the trace in a folder says of itself, if there is one that was made by the same; UserError if by another."""
+    if not (path / TRACE).exists():
+        return None
+    about = _about(path)
+    _check_same(path, about[MADE_BY], made_by)
+    return about
+
+
 @contextmanager
 def opened(path: Path, about: Mapping[str, Any]) -> Iterator[TraceFolder]:
     """Hold a trace's folder, made if need be, with the cells that it has; `about` is new in all but the cells.
@@ -99,8 +108,8 @@ def opened(path: Path, about: Mapping[str, Any]) -> Iterator[TraceFolder]:
         if (path / TRACE).exists():
             before = _about(path)
             _check_same(path, before[MADE_BY], about[MADE_BY])
-            found["cells"] = before["cells"]
-            found["policies"] = {**before.get("policies", {}), **about.get("policies", {})}
+            policies = {**before.get("policies", {}), **about.get("policies", {})}
+            found = {**before, **about, "cells": before["cells"], "policies": policies}
         yield TraceFolder(path, found)
     finally:
         lock.release()

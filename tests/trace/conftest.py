@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evictbench import cli, shapes
+from evictbench import cli, machine, shapes
 
 TINY = shapes.Shape(
     "llama",
@@ -30,7 +30,8 @@ TINY = shapes.Shape(
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)  # type: ignore[misc]
+    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(machine.MOST_COPIED, "cpu", 2**20)
 
 
 @pytest.fixture
