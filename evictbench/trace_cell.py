@@ -23,6 +23,7 @@ from evictbench.machine import Memory, ran_out
 from evictbench.paged import PagedCache
 from evictbench.policy import ModelShape
 from evictbench.rows import admit
+from evictbench.trace_looks import Looks
 from evictbench.trace_schema import DECODE, OK, OUT_OF_MEMORY, PREFILL
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Measuring:
         self.memory.free()
         prompt = list(text.prompt[: cell.context])
         clock = clock_for(self.model.device)
-        looks = _Looks(every, found.looks)
+        looks = Looks(every, found.looks)
         with torch.inference_mode():
             caches: dict[str, EvictionCache] = {}
             done = self._read(feeder, prompt, clock, looks, caches)
@@ -114,11 +115,11 @@ class Measuring:
         clock = clock_for(self.model.device)
         with suppress(UserError, MemoryError, torch.OutOfMemoryError), torch.inference_mode():  # the short text's own
             caches: dict[str, EvictionCache] = {}
-            if self._read(feeder, prompt, clock, _Looks(None, []), caches).failed is None:
-                self._decode(feeder, cell, fed[:WARM_STEPS], clock, _Looks(None, []), caches, {})
+            if self._read(feeder, prompt, clock, Looks(None, []), caches).failed is None:
+                self._decode(feeder, cell, fed[:WARM_STEPS], clock, Looks(None, []), caches, {})
 
     def _read(
-        self, feeder: Feeder, prompt: list[int], clock: Clock, looks: _Looks, caches: dict[str, EvictionCache]
+        self, feeder: Feeder, prompt: list[int], clock: Clock, looks: Looks, caches: dict[str, EvictionCache]
     ) -> _Phase:
         def passes() -> Iterator[tuple[list[list[int]], list[int]]]:
             for start, stop in feeder.passes(len(prompt), None):
@@ -137,7 +138,7 @@ class Measuring:
         cell: Cell,
         fed: Sequence[Sequence[int]],
         clock: Clock,
-        looks: _Looks,
+        looks: Looks,
         caches: dict[str, EvictionCache],
         about: dict[str, Any],
     ) -> _Phase:
@@ -167,7 +168,7 @@ class Measuring:
         begin: Callable[[], EvictionCache],
         passes: Iterable[tuple[list[list[int]], list[int]]],
         clock: Clock,
-        looks: _Looks,
+        looks: Looks,
     ) -> _Phase:
         """Time passes one by one; the device is waited for at the end, and at each look."""
         done, held = _Phase(), []
@@ -193,6 +194,7 @@ class Measuring:
                     paused += time.perf_counter() - looking
             clock.wait()
             done.seconds = time.perf_counter() - began - paused
+            looks.end(cache)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
@@ -246,37 +248,6 @@ class Measuring:
                 times.append(row["ms"])
         if rates:
             found.about |= {"decode_ms": median(times), "read_bytes_per_second": median(rates)}
-
-
-class _Looks:
-    """Which positions are held, whenever so many more tokens have been seen, into rows of retention.parquet."""
-
-    def __init__(self, every: int | None, rows: list[dict[str, Any]]) -> None:
-        self.every = every
-        self.rows = rows
-        self._next = every or 0
-
-    def due(self, seen: int) -> bool:
-        """Whether it is time to look."""
-        if self.every is None or seen < self._next:
-            return False
-        self._next = (seen // self.every + 1) * self.every
-        return True
-
-    def look(self, cache: EvictionCache) -> None:
-        """Note what the first row's heads hold."""
-        for layer in range(cache.shape.layers):
-            held = cache.kept(layer).cpu()
-            for head in range(cache.shape.kv_heads):
-                positions = held[head if held.shape[0] > 1 else 0]
-                self.rows.append(
-                    {
-                        "seen": cache.seen[0],
-                        "layer": layer,
-                        "head": head,
-                        "positions": positions[positions >= 0].tolist(),
-                    }
-                )
 
 
 def _entries(cache: EvictionCache) -> tuple[Tensor | float, Tensor | float]:

@@ -74,15 +74,20 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         assert self.device == later.device, "events of two devices have no time between them"
         assert self.device in Event.waited
-        return later.at - self.at
+        return float(later.at - self.at)
 
 
 def test_events_of_two_devices_are_read_after_one_wait_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Any] = []
+
+    def wait(device: Any) -> None:
+        waits.append(device)
+        Event.waited.add(device)
+
     Event.waited, Event.ticks = set(), count()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (waits.append(device), Event.waited.add(device)))
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     clock = EventClock(first)
     for _ in range(2):
