@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ from evictbench.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+MOST_BYTES = 4_800_000
+"""Of the file: what mail takes, and a phone opens. Prompts and answers get what the rest leaves."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,10 @@ def build(request: Request) -> tuple[str, list[str]]:
     figures, refusals = report_figures.figures(request, samples)
     runs = report_protocol.groups(samples)
     warnings = [*report_warnings.warnings(samples, board), *report_protocol.warnings(runs), *refusals]
-    browser = report_samples.browser(samples, request.documents, request.tokenizer)
-    page = report_page.render(request.title, samples, board, figures, runs, warnings, browser)
+    render = partial(report_page.render, request.title, samples, board, figures, runs, warnings)
+    room = MOST_BYTES - len(render(report_samples.Browser()).encode(errors="replace"))
+    browser = report_samples.browser(samples, request.documents, request.tokenizer, room)
+    page = render(browser)
     return page, [warning.text for warning in warnings] + browser.notes
 
 

@@ -146,8 +146,8 @@ def _group(suite: str, model: str, samples: pd.DataFrame) -> Group:
 def _settings(run: pd.DataFrame) -> dict[str, str]:
     first = run.iloc[0]
     found = {name.replace("_", " "): said(first[name]) for name in PROTOCOL}
-    versions = run.drop_duplicates("task")[["task", "task_version"]]
-    found["tasks"] = ", ".join(f"{task} (version {version})" for task, version in versions.itertuples(index=False))
+    versions = run.drop_duplicates("task")[["task", "task_version"]].astype(str).itertuples(index=False)
+    found["tasks"] = ", ".join(f"{task} (version {version})" for task, version in sorted(versions))
     found |= {f"data: {name}": said(value) for name, value in json.loads(str(first["data"])).items()}
     source = first["policy_source"]
     if isinstance(source, str):

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     import pandas as pd
     from tokenizers import Tokenizer
 
-MOST_BYTES = 3_000_000
-"""Of all packs together; the page around them stays small, and the whole below 5 MB."""
-
 CAPS = (40_000, 16_000, 8_000, 4_000, 2_000, 1_000)
 """Letters of a prompt or answer that are kept, tried in order until the packs are small enough."""
+
+TIGHTEST = 50
+"""Texts this many times as long as there is room for are not packed to see whether they fit."""
 
 MOST_LINES = 20_000
 """Answers that are looked at; of more, documents are chosen evenly."""
@@ -55,8 +55,9 @@ class Browser:
     notes: list[str] = field(default_factory=list)
 
 
-def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None) -> Browser:
-    """The packs of these samples, at most `documents` of each task."""
+def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None, room: int) -> Browser:
+    """The packs of these samples, at most `documents` of each task, in at most `room` bytes. Long texts lose their
+    middle before documents are left out."""
     found = Browser()
     if documents == 0:
         found.notes.append("Prompts and answers were left out of this report.")
@@ -67,15 +68,15 @@ def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None
         left = f"{len(chosen):,} of {len(samples):,} answers"
         found.notes.append(f"The sample browser holds {left}: documents were chosen evenly from each task.")
     contents = list(_contents(chosen, tokenizer, found))
-    for share in (1, 2, 4, 8, 16, 32, 64):
-        for cap in CAPS if share == 1 else CAPS[-1:]:
-            packs = [(pack, _pack(content, cap, share)) for pack, content in contents]
-            if sum(len(data) for _, (data, _) in packs) <= MOST_BYTES:
-                break
-        else:
-            continue
-        break
-    for pack, (data, count) in packs:
+    tries = [(cap, 1) for cap in CAPS] + [(CAPS[-1], 2**halved) for halved in range(1, 11)]
+    for cap, share in tries:
+        packed = _all(contents, cap, share, room)
+        if packed is not None:
+            break
+    else:
+        found.notes.append("There was no room for prompts and answers in this report.")
+        return found
+    for (pack, _), (data, count) in zip(contents, packed, strict=True):
         pack.data, pack.documents = data, count
         found.packs.append(pack)
     if share > 1:
@@ -108,7 +109,7 @@ def _choose(samples: pd.DataFrame, documents: int | None) -> pd.DataFrame:
 
 def _contents(chosen: pd.DataFrame, folder: Path | None, found: Browser) -> Iterator[tuple[Pack, dict[str, Any]]]:
     """A pack and its content for each group and task; texts whole."""
-    lines = _Lines()
+    lines = _Lines(chosen)
     tokenizers: dict[tuple[str, str], Tokenizer | None] = {}
     for number, group in chosen.groupby("group", observed=True):
         first = group.iloc[0]
@@ -134,21 +135,28 @@ def _told_apart(samples: pd.DataFrame, group: int) -> str:
 
 
 class _Lines:
-    """Sample lines, each run folder read once; prompts once for all runs."""
+    """The lines of chosen samples, each run folder read once; prompts once for all runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: pd.DataFrame) -> None:
+        keys = chosen[["folder", "task", "doc_id", "repeat"]].astype(object)
+        self._chosen: dict[str, set[records.Key]] = {}
+        for folder, *key in keys.itertuples(index=False):
+            self._chosen.setdefault(folder, set()).add((key[0], key[1], key[2]))
         self._found: dict[str, dict[records.Key, dict[str, Any]]] = {}
         self._prompts: dict[str, str] = {}
 
     def of(self, folder: str) -> Mapping[records.Key, dict[str, Any]]:
         if folder not in self._found:
             lines = records.read_samples(Path(folder))
+            lines = {key: line for key, line in lines.items() if key in self._chosen[folder]}
             for line in lines.values():
                 packed = line.pop("prompt_ids", None)
                 if packed is not None:
                     self._prompts.setdefault(str(line.get("prompt_hash")), packed)
                 for name in ("tokens", "by_position"):
                     line.pop(name, None)
+                for name in ("text", "answer"):
+                    line[name] = _cut(line.get(name), CAPS[0])
             self._found[folder] = lines
         return self._found[folder]
 
@@ -214,7 +222,21 @@ def _prompt(ids: Sequence[int] | None, border: int | None, tokenizer: Tokenizer 
         return ["", "", "The prompt was too long to be kept in the run."]
     if tokenizer is None:
         return ["", "", "The model's tokenizer was not on the machine that made this report."]
-    return [*report_prompts.decode(tokenizer, ids, border), ""]
+    return [*(_cut(part, CAPS[0]) for part in report_prompts.decode(tokenizer, ids, border)), ""]
+
+
+def _all(
+    contents: Sequence[tuple[Pack, Mapping[str, Any]]], cap: int, share: int, room: int
+) -> list[tuple[str, int]] | None:
+    """Every pack's data and its number of documents; None if they need more room."""
+    if sum(_length(text) for _, content in contents for text in _texts(content, cap)) > TIGHTEST * room * share:
+        return None
+    packed: list[tuple[str, int]] = []
+    for _, content in contents:
+        packed.append(_pack(content, cap, share))
+        if sum(len(data) for data, _ in packed) > room:
+            return None
+    return packed
 
 
 def _pack(content: Mapping[str, Any], cap: int, share: int) -> tuple[str, int]:
@@ -246,8 +268,16 @@ def _texts(content: Mapping[str, Any], cap: int) -> Iterator[Text | None]:
 
 
 def _cut(text: Any, cap: int) -> Text | None:
-    """A quarter of what is kept is the end: that is where questions and answers are."""
-    if not isinstance(text, str) or len(text) <= cap:
-        return text if text is None or isinstance(text, str) else str(text)
-    end = cap // 4
-    return [text[: cap - end], len(text) - cap, text[-end:]]
+    """At most `cap` letters. A quarter of them is the end: that is where questions and answers are."""
+    if text is None:
+        return None
+    begin, left_out, end = text if isinstance(text, list) else (str(text), 0, "")
+    if len(begin) + len(end) <= cap:
+        return [begin, left_out, end] if left_out else begin
+    tail = cap // 4
+    shown = begin[: cap - tail], (end or begin)[-tail:]
+    return [shown[0], len(begin) + left_out + len(end) - len(shown[0]) - len(shown[1]), shown[1]]
+
+
+def _length(text: Text | None) -> int:
+    return sum(len(part) for part in text if isinstance(part, str)) if text is not None else 0

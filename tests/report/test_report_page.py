@@ -239,6 +239,17 @@ def test_filters_are_those_of_plots(report, runs, tmp_path):
     assert "tova" not in "".join(found.text)
 
 
+def test_its_help_is_quick_and_has_an_example(tmp_path):
+    program = (
+        "import sys\nfrom evictbench import cli\n"
+        "try:\n    cli.main(['report', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert not {'torch', 'pandas', 'matplotlib', 'jinja2', 'numpy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Example: evictbench report" in done.stdout
+
+
 def test_it_imports_no_torch_and_leaves_nothing_half_written(runs, tmp_path):
     program = (
         "import sys\nfrom evictbench import cli\n"
