@@ -1,8 +1,8 @@
 """One cell of a trace: a prompt is read, its survivors are copied to every row, and the rows decode together.
 
-Tokens are told and not chosen, so that every policy does the same work, and nothing but a policy waits for the device
-within a phase. A prompt is read once, alone; every row starts from what it left. Choosing the likeliest token is part
-of each pass.
+Tokens are told and not chosen, so that every policy does the same work; finding the likeliest one is part of each pass.
+A prompt is read once, alone, and every row starts from what it left. The clock waits for the device once a phase; the
+passes wait where they do in generation, when tokens are handed over and where a policy needs a number on the host.
 """
 
 from __future__ import annotations
