@@ -85,7 +85,7 @@ def test_list_policies_names_them_with_their_settings_and_without_torch(evictben
     assert rows["h2o"]["paper"] == "arXiv 2306.14048"
     assert rows["h2o"]["signals"] == ["mass"]
     assert rows["full"]["budget"] is False
-    assert {row["prefill"] for row in rows.values() if "prefill" in row} == {"dense", "bounded"}
+    assert {row["prefill"] for row in rows.values() if "prefill" in row} == {"dense", "bounded", "sparse"}
     assert {row["shares"] for row in rows.values() if "shares" in row} <= {"head", "layer", "model"}
     assert heavy == []
 
