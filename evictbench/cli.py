@@ -9,6 +9,16 @@ from typing import Annotated
 import typer
 
 from evictbench import __version__, options
+from evictbench.cli_results import (
+    DOCTOR_EXAMPLE,
+    LIST_EXAMPLE,
+    PLOT_EXAMPLE,
+    REPORT_EXAMPLE,
+    doctor,
+    listing,
+    plot,
+    report,
+)
 from evictbench.errors import UserError
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
@@ -17,10 +27,6 @@ TRACE_EXAMPLE = (
     "evictbench trace --policies h2o,kvpop --budget 2048 --contexts 2048,8192,32768 --batch-size 1,8 "
     "--model shape:qwen3-8b"
 )
-PLOT_EXAMPLE = "evictbench plot results/runs --suite ruler --by task"
-REPORT_EXAMPLE = "evictbench report results/runs --trace results/traces/NAME --out report.html"
-LIST_EXAMPLE = "evictbench list policies"
-DOCTOR_EXAMPLE = "evictbench doctor"
 TRAIN_EXAMPLE = "evictbench train --policy kvpop --data texts.jsonl --steps 500 --out kvpop-mine"
 EXAMPLES = (
     RUN_EXAMPLE,
@@ -42,12 +48,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-listing = typer.Typer(
-    help="What can be named on the command line: policies, suites, models.",
-    epilog=f"Example: {LIST_EXAMPLE}",
-    no_args_is_help=True,
-)
-app.add_typer(listing, name="list")
 
 
 def _version(wanted: bool) -> None:
@@ -280,112 +280,10 @@ def train(
     raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json))
 
 
-@app.command(epilog=f"Example: {PLOT_EXAMPLE}")
-def plot(
-    folder: Annotated[Path, typer.Argument(help="Folder of runs, or of one trace.")] = Path("results/runs"),
-    figures: Annotated[
-        str | None,
-        typer.Option(
-            help="Of runs: budget, bytes, fidelity, errors; of a trace: latency, memory, retention, kept. "
-            "Default: all that there is data for."
-        ),
-    ] = None,
-    metric: Annotated[str, typer.Option(help="score, or another metric of the tasks (kl, agreement, ...).")] = "score",
-    by: Annotated[
-        str | None, typer.Option(help="A panel for each value of a column: task, context, question, prefill, ...")
-    ] = None,
-    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
-    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
-    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
-    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
-    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
-    ] = None,
-    allow: Annotated[
-        str | None, typer.Option(help="Columns in which policies may differ in one plot, where it is meant: prefill.")
-    ] = None,
-    paired: Annotated[
-        bool, typer.Option("--paired", help="Only documents that every policy and budget has answered.")
-    ] = False,
-    form: Annotated[
-        str, typer.Option("--format", help="Pictures: png, svg; the same numbers as text: table, csv, latex, markdown.")
-    ] = "png,svg",
-    out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("results/plots"),
-    debug: options.Debug = False,
-) -> None:
-    """Draw results and traces, or print the numbers that the pictures show."""
-    given = {name: value for name, value in locals().items() if name not in ("form", "where", "debug")}
-    from evictbench.plot import Request, plot_and_show
-
-    raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form)))
-
-
-@app.command(epilog=f"Example: {REPORT_EXAMPLE}")
-def report(
-    folder: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("results/runs"),
-    trace: Annotated[
-        list[Path] | None, typer.Option(help="Folder of a trace whose figures go in too. Repeatable.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("results/report.html"),
-    title: Annotated[str, typer.Option(help="Its title.")] = "evictbench report",
-    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
-    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
-    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
-    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
-    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
-    ] = None,
-    documents: Annotated[
-        int | None,
-        typer.Option(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
-    ] = None,
-    debug: options.Debug = False,
-) -> None:
-    """Write results into one HTML file that opens from the disk: leaderboard, plots, samples, protocols, warnings."""
-    given = {name: value for name, value in locals().items() if name not in ("trace", "where", "debug")}
-    from evictbench.report import Request, report_and_show
-
-    raise typer.Exit(report_and_show(Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))))
-
-
-@listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")
-def list_policies(as_json: options.Json = False) -> None:
-    """The eviction policies, with their settings."""
-    from evictbench import catalogue
-
-    catalogue.show(catalogue.policies(), as_json)
-
-
-@listing.command("suites", epilog="Example: evictbench list suites --json")
-def list_suites(as_json: options.Json = False) -> None:
-    """The suites, with their tasks."""
-    from evictbench import catalogue
-
-    catalogue.show(catalogue.suites(), as_json)
-
-
-@listing.command("models", epilog="Example: evictbench list models")
-def list_models(as_json: options.Json = False) -> None:
-    """Models to start with; any other may be named by its folder or hub id."""
-    from evictbench import catalogue
-
-    catalogue.show(catalogue.models(), as_json)
-
-
-@app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")
-def doctor(as_json: options.Json = False) -> None:
-    """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
-    from evictbench import catalogue
-
-    checks = catalogue.checks()
-    catalogue.show_checks(checks, as_json)
-    if any(check["status"] == "missing" for check in checks):
-        raise typer.Exit(1)
+app.command(epilog=f"Example: {PLOT_EXAMPLE}")(plot)
+app.command(epilog=f"Example: {REPORT_EXAMPLE}")(report)
+app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")(doctor)
+app.add_typer(listing, name="list")
 
 
 def main(arguments: list[str] | None = None) -> None:
