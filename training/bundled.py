@@ -22,15 +22,13 @@ KEPT = ("weights.safetensors", "config.json", "README.md", "curves.jsonl", "curv
 @dataclass(frozen=True)
 class Run:
     """policy: as on the command line; texts: which of `training.texts`; package: whose weights folder it ends in;
-    options: of `evictbench train`. first: options of a training whose weights this one begins with, if there is one;
-    then options end with the recipe."""
+    options: of `evictbench train`."""
 
     policy: str
     texts: str
     package: str
     folder: str
     options: str
-    first: str | None = None
 
 
 SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
@@ -40,9 +38,9 @@ READING, RETRIEVING = 0.75, 0.25
 """The share of a small cache that is kept for what is recent: reading on needs most of it, retrieving little."""
 GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-every 10"
 INDEXMEM = "--window 32 --steps 200 --lr 2e-3 --recipe beta=32,width=128,centroids=16 --save-every 10"
-RANKER = "--length 512 --budget 64,128,256"
-FORETELLING = f"{RANKER} --steps 2000 --lr 3e-3 --recipe method=supervised,target=set,horizon=16,every=4"
-REINFORCED = f"{RANKER} --steps 240 --lr 3e-4 --save-every 20 --recipe horizon=32"
+RANKER = (
+    "--length 512 --budget 64,128,256 --steps 2000 --lr 3e-3 --recipe method=supervised,target=set,horizon=16,every=4"
+)
 
 RUNS = (
     Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{MLP}{READING}"),
@@ -51,7 +49,7 @@ RUNS = (
     Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", f"{MLSTM}{RETRIEVING}"),
     Run("dms", "gates", "dms", "smollm2", GATE),
     Run("indexmem_pp", "gates", "indexmem_pp", "smollm2", INDEXMEM),
-    Run("distillcache", "rankers", "distillcache", "smollm2", REINFORCED, first=FORETELLING),
+    Run("distillcache", "rankers", "distillcache", "smollm2", RANKER),
 )
 
 COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype float16"
@@ -71,27 +69,18 @@ def main() -> None:
 
 def train(run: Run, texts: Path, work: Path) -> None:
     """Train one and copy what is shipped."""
-    out, options = work / run.policy.replace(":", "-"), run.options
-    if run.first is not None:
-        begun = out.with_name(f"{out.name}-first")
-        carry_out(run, run.first, begun, texts, work)
-        options = f"{options},start={begun}"
-    carry_out(run, options, out, texts, work)
+    out = work / run.policy.replace(":", "-")
+    command = [
+        *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
+        *("--data", str(texts / f"{run.texts}.jsonl"), "--out", str(out), "--store", str(work / "features")),
+        *shlex.split(f"{COMMON} {run.options}"),
+    ]
+    print(shlex.join(command[1:]), flush=True)
+    subprocess.run(command, check=True)
     shipped = POLICIES / run.package / "weights" / run.folder
     shipped.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
         shutil.copyfile(out / name, shipped / name)
-
-
-def carry_out(run: Run, options: str, out: Path, texts: Path, work: Path) -> None:
-    """One training, from where it was stopped."""
-    command = [
-        *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
-        *("--data", str(texts / f"{run.texts}.jsonl"), "--out", str(out), "--store", str(work / "features")),
-        *shlex.split(f"{COMMON} {options}"),
-    ]
-    print(shlex.join(command[1:]), flush=True)
-    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
