@@ -58,7 +58,8 @@ def _layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """The decoder layers in order, each with its attention."""
     found: dict[int, tuple[nn.Module, nn.Module]] = {}
     # Where they nearly always are; a walk through all modules takes longer than a small model's decode step can spare.
-    for layer in getattr(model.get_decoder(), "layers", None) or model.modules():
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    for layer in getattr(decoder, "layers", None) or model.modules():
         attention: Any = getattr(layer, "self_attn", None)
         if (index := getattr(attention, "layer_idx", None)) is not None:
             found[index] = layer, attention

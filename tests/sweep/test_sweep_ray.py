@@ -86,7 +86,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
     assert cells[1].summary["mean"]["samples"] == 40
 
     # Closing in the middle of another cell stops its task in good order.
-    slow = Settings("tova", budget="16", **common | {"limit": 400})
+    slow = Settings("tova", budget="16", **common | {"limit": 400, "max_new_tokens": "32"})
     (cell,), _ = plan_cells([slow])
     events = RayTasks(None).run(_jobs([cell], 1))
     for _ in events:
