@@ -34,14 +34,12 @@ def plot(
     by: Annotated[
         str | None, typer.Option(help="A panel for each value of a column: task, context, question, prefill, ...")
     ] = None,
-    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
-    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
-    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
-    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
-    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
-    ] = None,
+    suite: options.OnlySuites = None,
+    model: options.OnlyModels = None,
+    task: options.OnlyTasks = None,
+    policy: options.OnlyPolicies = None,
+    budget: options.OnlyBudgets = None,
+    where: options.Where = None,
     allow: Annotated[
         str | None, typer.Option(help="Columns in which policies may differ in one plot, where it is meant: prefill.")
     ] = None,
@@ -68,14 +66,12 @@ def report(
     ] = None,
     out: Annotated[Path, typer.Option(help="The HTML file.")] = Path("results/report.html"),
     title: Annotated[str, typer.Option(help="Its title.")] = "evictbench report",
-    suite: Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")] = None,
-    model: Annotated[str | None, typer.Option(help="These models alone.")] = None,
-    task: Annotated[str | None, typer.Option(help="These tasks alone.")] = None,
-    policy: Annotated[str | None, typer.Option(help="These policies alone, with their settings.")] = None,
-    budget: Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
-    ] = None,
+    suite: options.OnlySuites = None,
+    model: options.OnlyModels = None,
+    task: options.OnlyTasks = None,
+    policy: options.OnlyPolicies = None,
+    budget: options.OnlyBudgets = None,
+    where: options.Where = None,
     documents: Annotated[
         int | None,
         typer.Option(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),

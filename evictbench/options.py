@@ -52,3 +52,12 @@ Out = Annotated[Path, typer.Option(help="Folder for results.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+
+OnlySuites = Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")]
+OnlyModels = Annotated[str | None, typer.Option(help="These models alone.")]
+OnlyTasks = Annotated[str | None, typer.Option(help="These tasks alone.")]
+OnlyPolicies = Annotated[str | None, typer.Option(help="These policies alone, with their settings.")]
+OnlyBudgets = Annotated[str | None, typer.Option(help="These budgets alone; none is the full cache's.")]
+Where = Annotated[
+    list[str] | None, typer.Option(help="column=value: runs with that value alone (question=seen). Repeatable.")
+]

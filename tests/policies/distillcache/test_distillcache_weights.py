@@ -101,7 +101,10 @@ def test_without_weights_nothing_is_ranked() -> None:
 def test_a_narrower_ranker_is_one_too(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     narrow = {name: tensor.float() for name, tensor in tensors(random_ranker(0, width=16)).items()}
-    DistillCache().use(replace(found(folder), tensors=narrow), SHAPE)
+    policy = DistillCache()
+    policy.use(replace(found(folder), tensors=narrow), SHAPE)
+    assert policy._ranker is not None
+    assert policy._ranker.layers[0].out_features == 16
 
 
 def test_half_precision_is_enough(tmp_path: Path) -> None:
