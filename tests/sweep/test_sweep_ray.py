@@ -95,8 +95,9 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
             break
     events.close()
     deadline = time.monotonic() + 60
-    while not (cell.plan.folder / records.SUMMARY).exists() and time.monotonic() < deadline:
+    summary, phase = cell.plan.folder / records.SUMMARY, cell.plan.folder / ".phase"
+    while (phase.exists() or not summary.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     with records.open_run(cell.plan.folder, cell.plan.identity) as folder:
         assert 0 < len(folder.samples) < 800
-    assert not (cell.plan.folder / ".phase").exists()
+    assert not phase.exists()

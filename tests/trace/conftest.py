@@ -41,6 +41,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     def call(*words: Any) -> tuple[Any, str, str]:
         told = list(map(str, words))
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr(sys, "argv", ["evictbench", *told])
         with pytest.raises(SystemExit) as ended:
             cli.main(told)
