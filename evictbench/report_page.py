@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from markupsafe import Markup
 
+    from evictbench.paired import Difference
     from evictbench.report_figures import Drawn
-    from evictbench.report_paired import Difference
     from evictbench.report_protocol import Group
     from evictbench.report_samples import Browser
     from evictbench.report_tables import Board, Row

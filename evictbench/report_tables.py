@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from evictbench.paired import Difference, difference
 from evictbench.plot_select import SHARED, said
-from evictbench.report_paired import Difference, difference
 from evictbench.results_frame import METRIC, cells
 from evictbench.stats import Interval, mean_of_means
 

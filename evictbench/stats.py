@@ -24,15 +24,40 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
         return None
     total = math.fsum(scores)
     if all(score in (0, 1) for score in scores):
-        return _wilson(round(total), count)
+        return wilson(round(total), count)
     spread = stdev(scores)
     if spread == 0:
-        return _wilson(math.floor(total), count)[0], _wilson(math.ceil(total), count)[1]
+        return wilson(math.floor(total), count)[0], wilson(math.ceil(total), count)[1]
     from scipy.stats import t
 
     half = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * spread / math.sqrt(count)
     mean = total / count
     return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def wilson(successes: int, count: int) -> Interval:
+    """Wilson's 95% interval of a share of right answers, inside [0, 1] (scipy's, without continuity correction);
+    ValueError for no answers, or for more right ones than there are."""
+    from scipy.stats import binomtest
+
+    found = binomtest(successes, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
+    return max(0.0, float(found.low)), min(1.0, float(found.high))
+
+
+def clustered_interval(by_problem: Sequence[Sequence[float]]) -> Interval | None:
+    """The 95% interval of avg@k: of the mean over problems of each one's mean over its answers, scores in [0, 1].
+    None for fewer than two problems; ValueError for a problem without an answer."""
+    if not all(by_problem):
+        raise ValueError("a problem has no answer")
+    return mean_interval([fmean(scores) for scores in by_problem])
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values as they stand after as many comparisons (Holm 1979), in the order given: how often chance alone would
+    put any of them this low is at most what each says."""
+    from statsmodels.stats.multitest import multipletests
+
+    return [float(p) for p in multipletests(p_values, method="holm")[1]] if p_values else []
 
 
 def spread_interval(values: Sequence[float]) -> Interval | None:
@@ -91,10 +116,3 @@ def mean_of_means(found: Sequence[tuple[float, Interval | None]]) -> tuple[float
         below += ((each - interval[0]) / len(found)) ** 2
         above += ((interval[1] - each) / len(found)) ** 2
     return mean, (mean - math.sqrt(below), mean + math.sqrt(above))
-
-
-def _wilson(successes: int, count: int) -> Interval:
-    from scipy.stats import binomtest
-
-    found = binomtest(successes, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
-    return max(0.0, float(found.low)), min(1.0, float(found.high))

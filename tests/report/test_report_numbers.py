@@ -8,7 +8,7 @@ from plot.plot_records import sample, write_run
 from scipy.stats import t
 
 import evictbench
-from evictbench.report_paired import difference
+from evictbench.paired import difference
 from evictbench.report_tables import leaderboard
 
 
