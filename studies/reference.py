@@ -107,7 +107,8 @@ def publish(plan: Plan, root: Path) -> int:
     folder = root / plan.folder.relative_to(plan.settings.out)
     folder.mkdir(parents=True, exist_ok=True)
     records.write_json(folder / records.RUN, records.read_run(plan.folder))
-    records.write_json(folder / records.SUMMARY, summarise(lines, plan.asked))
+    summary = {"fingerprint": records.read_run(plan.folder)["fingerprint"], "identity": plan.identity}
+    records.write_json(folder / records.SUMMARY, summary | summarise(lines, plan.asked))
     with (folder / records.SAMPLES).open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     return len(lines)
