@@ -11,10 +11,12 @@ import typer
 from evictbench import __version__, options
 from evictbench.cli_results import (
     DOCTOR_EXAMPLE,
+    GATE_EXAMPLE,
     LIST_EXAMPLE,
     PLOT_EXAMPLE,
     REPORT_EXAMPLE,
     doctor,
+    gate,
     listing,
     plot,
     report,
@@ -35,6 +37,7 @@ EXAMPLES = (
     TRAIN_EXAMPLE,
     PLOT_EXAMPLE,
     REPORT_EXAMPLE,
+    GATE_EXAMPLE,
     LIST_EXAMPLE,
     DOCTOR_EXAMPLE,
 )
@@ -282,6 +285,7 @@ def train(
 
 app.command(epilog=f"Example: {PLOT_EXAMPLE}")(plot)
 app.command(epilog=f"Example: {REPORT_EXAMPLE}")(report)
+app.command(epilog=f"Example: {GATE_EXAMPLE}")(gate)
 app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")(doctor)
 app.add_typer(listing, name="list")
 

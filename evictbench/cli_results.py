@@ -1,4 +1,4 @@
-"""The commands that look at what is there: plot, report, list, doctor. None of them imports torch."""
+"""The commands that look at what is there: plot, report, gate, list, doctor. None of them imports torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from evictbench import options
+from evictbench.gate_settings import LATENCY_TOLERANCE, TOLERANCE
 
 PLOT_EXAMPLE = "evictbench plot results/runs --suite ruler --by task"
 REPORT_EXAMPLE = "evictbench report results/runs --trace results/traces/NAME --out report.html"
+GATE_EXAMPLE = "evictbench gate results/runs --baseline results/main --junit gate.xml"
 LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
 
@@ -86,6 +88,59 @@ def report(
     from evictbench.report import Request, report_and_show
 
     raise typer.Exit(report_and_show(Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))))
+
+
+def gate(
+    folder: Annotated[Path, typer.Argument(help="Folder of runs; traces in it are looked at too.")] = Path(
+        "results/runs"
+    ),
+    published: Annotated[
+        bool,
+        typer.Option("--published", help="Against what papers report, as shares of the full cache's score."),
+    ] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(help="Against these runs on the same samples: fails on a drop in score or a rise in cost."),
+    ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="With --baseline: fails on any change (for runs in float32).")
+    ] = False,
+    paired: Annotated[
+        bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
+    ] = False,
+    tolerance: Annotated[float, typer.Option(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
+    latency_tolerance: Annotated[
+        float,
+        typer.Option(help="A rise in a step's time over the full cache's that is let pass, as a share."),
+    ] = LATENCY_TOLERANCE,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a trace. Repeatable. Default: those among the runs.")
+    ] = None,
+    baseline_trace: Annotated[
+        list[Path] | None, typer.Option(help="Its counterpart. Repeatable. Default: those in the baseline.")
+    ] = None,
+    suite: options.OnlySuites = None,
+    model: options.OnlyModels = None,
+    task: options.OnlyTasks = None,
+    policy: options.OnlyPolicies = None,
+    budget: options.OnlyBudgets = None,
+    where: options.Where = None,
+    junit: Annotated[Path | None, typer.Option(help="Write JUnit's XML to this file.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write Markdown to this file; on GitHub the step summary gets it too.")
+    ] = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Fail where a policy got worse, a result changed, or a paper's number is not reached. Exit code 1: it fails; 2:
+    the runs cannot be used for it."""
+    lists = ("trace", "baseline_trace", "where")
+    given = {name: value for name, value in locals().items() if name not in (*lists, "lists", "as_json", "debug")}
+    from evictbench.gate import Request, gate_and_show
+
+    tuples = {"traces": trace, "baseline_traces": baseline_trace, "where": where}
+    request = Request(**given, **{name: tuple(each or ()) for name, each in tuples.items()})
+    raise typer.Exit(gate_and_show(request, as_json))
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")

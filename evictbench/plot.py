@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from evictbench import plot_print
 from evictbench.errors import UserError
-from evictbench.registry import split_policies, unknown
+from evictbench.registry import unknown
 from evictbench.trace_schema import is_trace
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _of_runs(request: Request, names: Sequence[str] | None, warn: Callable[[str]
     from evictbench import plot_select as select
     from evictbench.results_frame import metric_column, read_results
 
-    samples = select.choose(read_results(request.folder, text=False), _filters(request))
+    samples = select.choose(read_results(request.folder, text=False), select.asked(request))
     if request.by is not None:
         select.check_column(request.by)
     allowed = _words(request.allow or "")
@@ -263,22 +263,6 @@ def _tasks_said(panels: Iterable[pd.DataFrame], by: str | None) -> str:
     if len(tasks) == 1:
         return f"{tasks[0]}, {count} samples"
     return f"{'' if by == 'task' else 'mean of '}{len(tasks)} tasks, {count} samples each"
-
-
-def _filters(request: Request) -> dict[str, list[str]]:
-    chosen: dict[str, list[str]] = {}
-    for column in ("suite", "model", "task", "budget"):
-        given = getattr(request, column)
-        if given is not None:
-            chosen[column] = _words(given)
-    if request.policy is not None:
-        chosen["policy"] = split_policies(request.policy)
-    for pair in request.where:
-        column, equals, value = pair.partition("=")
-        if not equals:
-            raise UserError(f"--where takes column=value, and not {pair!r}.")
-        chosen.setdefault(column.strip(), []).append(value.strip())
-    return chosen
 
 
 def _words(text: str) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.registry import unknown
+from evictbench.registry import split_policies, unknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,6 +39,24 @@ OF_A_POLICY = ("policy_settings", "policy_source")
 
 PANELS = ("suite", "model", "task", *SHARED, *BUDGETED, "budget", "policy", "policy_name", *OF_A_POLICY)
 """Columns that --by and --where take."""
+
+
+def asked(filters: Any) -> dict[str, list[str]]:
+    """The values that are asked for of each column, for `choose`. filters: the options of a command, with `suite`,
+    `model`, `task`, `policy`, `budget` (comma lists or None) and `where`, as given."""
+    chosen: dict[str, list[str]] = {}
+    for column in ("suite", "model", "task", "budget"):
+        given = getattr(filters, column)
+        if given is not None:
+            chosen[column] = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+    if filters.policy is not None:
+        chosen["policy"] = split_policies(filters.policy)
+    for pair in filters.where:
+        column, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--where takes column=value, and not {pair!r}.")
+        chosen.setdefault(column.strip(), []).append(value.strip())
+    return chosen
 
 
 def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.DataFrame:

@@ -76,22 +76,10 @@ def build(request: Request) -> tuple[str, list[str]]:
 
 
 def _chosen(request: Request) -> pd.DataFrame:
-    from evictbench.plot_select import choose
-    from evictbench.registry import split_policies
+    from evictbench.plot_select import asked, choose
     from evictbench.results_frame import read_results
 
-    samples = read_results(request.folder, text=False)
-    chosen = {
-        name: given.split(",") for name in ("suite", "model", "task", "budget") if (given := getattr(request, name))
-    }
-    if request.policy is not None:
-        chosen["policy"] = split_policies(request.policy)
-    for pair in request.where:
-        column, equals, value = pair.partition("=")
-        if not equals:
-            raise UserError(f"--where takes column=value, and not {pair!r}.")
-        chosen.setdefault(column.strip(), []).append(value.strip())
-    return choose(samples, {column: [value.strip() for value in values] for column, values in chosen.items()})
+    return choose(read_results(request.folder, text=False), asked(request))
 
 
 def _check(request: Request) -> None:

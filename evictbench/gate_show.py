@@ -1,0 +1,153 @@
+"""What a gate found, for people and for machines: a table, JSON, JUnit's XML, Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evictbench.gate import Finding
+
+COLUMNS = ("", "cell", "suite", "task", "what", "here", "there", "difference", "95%", "p", "n")
+LEFT = 5
+"""Columns that are words; the others are numbers."""
+
+MARKS = {"failed": "❌", "below": "❌", "warning": "⚠️", "passed": "✅", "reproduced": "✅"}
+OTHER_MARK = "➖"
+
+QUIET = ("passed", "reproduced")
+"""Verdicts that need no sentence in a table."""
+
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def as_table(found: Sequence[Finding]) -> str:
+    """A table, and below it the sentences of all that is not simply passed."""
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for number, heading in enumerate(COLUMNS):
+        table.add_column(heading, justify="left" if number < LEFT else "right", no_wrap=True)
+    for finding in found:
+        table.add_row(*(escape(cell) for cell in (finding.status, *_cells(finding))))
+    console = Console(width=max(40, Console(width=10_000).measure(table).maximum), color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    said = [f"{one.status}: {_named(one)}: {one.why}" for one in found if one.status not in QUIET]
+    lines = (line.rstrip() for line in capture.get().splitlines())
+    return "\n".join([*lines, *said, "", verdict(found)]).lstrip("\n")
+
+
+def as_markdown(found: Sequence[Finding]) -> str:
+    """A heading with the verdict, the sentences that matter, and the table."""
+    lines = [f"### evictbench gate: {verdict(found)}", ""]
+    said = [one for one in found if one.status not in QUIET]
+    lines += [f"- {_mark(one)} **{_plain(_named(one))}** {one.status}: {_plain(one.why)}" for one in said]
+    lines += ["", f"| {' | '.join(COLUMNS)} |"] if said else [f"| {' | '.join(COLUMNS)} |"]
+    lines.append("|" + "|".join("---" if number < LEFT else "---:" for number in range(len(COLUMNS))) + "|")
+    for one in found:
+        lines.append(f"| {' | '.join(map(_plain, (f'{_mark(one)} {one.status}', *_cells(one))))} |")
+    return "\n".join([*lines, ""])
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    """`passed`, and every finding with its numbers in their own units."""
+    import json
+
+    whole = {"passed": not any(one.fails for one in found), "findings": [asdict(one) for one in found]}
+    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def as_junit(found: Sequence[Finding]) -> str:
+    """JUnit's XML: a suite for each suite, a case for each finding; what fails is a failure, what could not be
+    compared is skipped, and a warning stands in the case's output."""
+    from xml.etree import ElementTree
+
+    root = ElementTree.Element("testsuites", _counts(found), name="evictbench gate")
+    for name in dict.fromkeys(one.suite for one in found):
+        group = [one for one in found if one.suite == name]
+        suite = ElementTree.SubElement(root, "testsuite", _counts(group), name=_clean(name))
+        for one in group:
+            names = {"classname": _clean(f"{one.suite}.{one.task}"), "name": _clean(f"{one.cell} {one.quantity}")}
+            case = ElementTree.SubElement(suite, "testcase", names, time="0")
+            if one.fails:
+                failure = ElementTree.SubElement(case, "failure", message=_clean(one.why), type=one.status)
+                failure.text = _clean(_in_words(one))
+            elif one.status in ("not comparable", "too few samples"):
+                ElementTree.SubElement(case, "skipped", message=_clean(one.why))
+            else:
+                ElementTree.SubElement(case, "system-out").text = _clean(f"{one.status}: {one.why} {_in_words(one)}")
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=False).join(
+        ('<?xml version="1.0" encoding="utf-8"?>\n', "\n")
+    )
+
+
+def verdict(found: Sequence[Finding]) -> str:
+    """ "Failed: 2 of 14 (12 passed, 2 failed)." """
+    counts = Counter(one.status for one in found)
+    fails = sum(one.fails for one in found)
+    parts = ", ".join(f"{count} {status}" for status, count in counts.items())
+    return f"{f'failed, {fails} of {len(found)}' if fails else 'passed'} ({parts})"
+
+
+def _counts(found: Sequence[Finding]) -> dict[str, str]:
+    skipped = sum(one.status in ("not comparable", "too few samples") and not one.fails for one in found)
+    failures = sum(one.fails for one in found)
+    counts = {"tests": len(found), "failures": failures, "errors": 0, "skipped": skipped, "time": 0}
+    return {name: str(count) for name, count in counts.items()}
+
+
+def _named(one: Finding) -> str:
+    return f"{one.cell} on {one.suite}, {one.task}, {one.quantity}"
+
+
+def _mark(one: Finding) -> str:
+    return "❌" if one.fails else MARKS.get(one.status, OTHER_MARK)
+
+
+def _cells(one: Finding) -> Iterable[str]:
+    """What a table shows of a finding after its status."""
+    numbers = (_said(one.quantity, one.here), _said(one.quantity, one.there), _said(one.quantity, one.difference, True))
+    interval = ""
+    if one.low is not None and one.high is not None:
+        interval = f"{_said(one.quantity, one.low, True)} to {_said(one.quantity, one.high, True)}"
+    p = "" if one.p is None else f"{one.p:.2g}"
+    return one.cell, one.suite, one.task, one.quantity, *numbers, interval, p, str(one.samples)
+
+
+def _in_words(one: Finding) -> str:
+    """The numbers of a finding in a line."""
+    cells = zip(COLUMNS[5:], tuple(_cells(one))[4:], strict=True)
+    return ", ".join(f"{name} {text}" for name, text in cells if text)
+
+
+def _said(quantity: str, value: float | None, signed: bool = False) -> str:
+    """A number in the unit in which it is read: scores and shares in per cent, sizes in MB, the rest as they are."""
+    from evictbench.table import human_bytes
+
+    if value is None:
+        return ""
+    sign = "" if not signed else "+" if value > 0 else "-" if value < 0 else ""
+    size = abs(value) if signed else value
+    if quantity == "bytes":
+        return sign + human_bytes(size)
+    if quantity in ("score", "above full", "ids", "retention"):
+        return f"{sign}{100 * size:.1f}%" if quantity in ("ids", "retention") else f"{sign}{100 * size:.1f}"
+    return f"{sign}{size:.4g}"
+
+
+def _plain(text: str) -> str:
+    """Text that Markdown shows as it is, inside a table too."""
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text).replace("\n", " ")
+
+
+def _clean(text: str) -> str:
+    """Text without what XML cannot hold."""
+    return _NO_XML.sub("\N{REPLACEMENT CHARACTER}", text)
