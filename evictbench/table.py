@@ -48,12 +48,34 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
             f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {drawn}{times}",
         ),
     ]
+    rows += [("finds", _found(plan))]
     rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
     rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
     rows += [("folder", str(plan.folder))]
     if finished:
         rows.append(("finished", f"{finished} of {len(plan.prompts)} samples are there from before"))
     return [(heading, text) for heading, text in rows if text]
+
+
+def _found(plan: Plan) -> str:
+    """What difference from another run on the same documents can be told from chance, where a gate tolerates less."""
+    from evictbench import power
+    from evictbench.gate_settings import TOLERANCE
+
+    if plan.checked.suite.generator is not None:  # its scores are no answers, right or wrong
+        return ""
+    repeats = plan.checked.protocol.repeats
+    smallest = power.smallest_before_a_run([count for count in plan.documents.values() if count], repeats)
+    if smallest <= TOLERANCE:
+        return ""
+    of = " of the mean over tasks" if len(plan.documents) > 1 else ""
+    if smallest > 1:
+        return "no difference from another run on these documents: too few of them to tell any from chance"
+    return (
+        f"differences{of} of {100 * smallest:.1f} points and more from another run on these documents, at best "
+        f"({power.POWER:.0%} of the time, if {power.DISCORDANT:.0%} of the answers differ); a gate tolerates "
+        f"{100 * TOLERANCE:g}"
+    )
 
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]

@@ -6,9 +6,10 @@
     python -m studies.compare ruler --policies ... --table         # only show what is there
 
 Policies are named as on the command line; `kvpop:label=max@FOLDER` takes its weights from a folder. What is finished is
-not run again. Each policy of --test (learned ones and oracles by default) is set beside every training-free one by a
-paired t-test over samples and by the exact sign test, which for right-or-wrong answers is McNemar's. Times in these
-folders are not those of ordinary runs: what a text costs once is shared by all cells (`studies.replay`).
+not run again. Each policy of --test (learned ones and oracles by default) is set beside every training-free one, paired
+by document: the sign-flip test of the mean difference, and the exact sign test, which for right-or-wrong answers is
+McNemar's (`evictbench.paired`). Times in these folders are not those of ordinary runs: what a text costs once is shared
+by all cells (`studies.replay`).
 """
 
 from __future__ import annotations
@@ -116,10 +117,11 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Seque
 
     named: the policies to test, by the names that the cells have; None: all learned ones and oracles.
     """
+    from evictbench.paired import difference
     from evictbench.stats import mean_interval, spread_interval
-    from studies.paired import paired
 
     found = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
+    documents = {title: {key[:2]: value for key, value in values.items()} for title, values in found.items()}
     lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
     width = max(len(cell.title) for cell in cells)
     for cell in cells:
@@ -137,14 +139,16 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Seque
                 continue
             lines.append(f"  {cell.title} against")
             for other in others:
-                if other is cell or not found[cell.title].keys() & found[other.title].keys():
+                if other is cell:
                     continue
-                pair = paired(found[cell.title], found[other.title])
-                better = (pair.mean > 0) == more_is_better and pair.mean != 0
-                spread = "" if pair.interval is None else f" ({pair.interval[0]:+.4f} to {pair.interval[1]:+.4f})"
+                pair = difference(documents[cell.title], documents[other.title])
+                if pair is None:
+                    continue
+                better = (pair.value > 0) == more_is_better and pair.value != 0
+                spread = "" if pair.low is None else f" ({pair.low:+.4f} to {pair.high:+.4f})"
                 lines.append(
-                    f"    {other.name:<{width}}  {pair.mean:+.4f}{spread}  t-test p {pair.t_test:.2g}, sign test p "
-                    f"{pair.sign_test:.2g} ({pair.wins} above, {pair.losses} below, n {pair.count})"
+                    f"    {other.name:<{width}}  {pair.value:+.4f}{spread}  sign-flip p {pair.p_value():.2g}, "
+                    f"sign test p {pair.sign_test():.2g} ({pair.wins} above, {pair.losses} below, n {pair.documents})"
                     f"{', better' if better else ''}"
                 )
             lines += _closed(cell, level, found)
