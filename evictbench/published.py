@@ -111,7 +111,8 @@ def _of_table(where: str, document: Mapping[str, Any], table: dict[str, Any]) ->
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{where}: the field rows is missing, a list of the table's rows.")
     if full is not None:
-        yield from _of_row(where, [document, table], columns, {"row": name, "policy": "full", "value": full})
+        alike = columns if isinstance(full, list) else [{}]  # one number for all columns is one entry
+        yield from _of_row(where, [document, table], alike, {"row": name, "policy": "full", "value": full})
         table.setdefault("full_elsewhere", full)
     for row in rows:
         yield from _of_row(where, [document, table], columns, row)

@@ -15,6 +15,7 @@ UNITS: dict[str, tuple[float, float]] = {
     "percent": (0, 100),
     "share": (0, 1),
     "points": (-100, 100),
+    "percent change": (-100, math.inf),
     "of 10": (0, 10),
     "perplexity": (1, math.inf),
     "difference of perplexity": (-math.inf, math.inf),
