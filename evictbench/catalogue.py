@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
@@ -12,6 +12,8 @@ from evictbench.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from evictbench.published import Published
 
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
@@ -76,6 +78,36 @@ def models() -> list[Row]:
     from evictbench.models import MODELS
 
     return [{field.name: getattr(model, field.name) for field in fields(model)} for model in MODELS]
+
+
+def published(policies: str | None, papers: str | None, suites: str | None, *, whole: bool) -> list[Row]:
+    """The numbers of papers, of those that these comma lists name; whole: every field, not only what a table shows."""
+    from evictbench.published import read_published, select
+
+    found = select(
+        read_published(),
+        registry.split_policies(policies) if policies else (),
+        *([name.strip() for name in (names or "").split(",") if name.strip()] for names in (papers, suites)),
+    )
+    return [asdict(entry) if whole else _in_short(entry) for entry in found]
+
+
+def _in_short(entry: Published) -> Row:
+    spread = "" if entry.spread is None else f" ± {entry.spread:g}"
+    context = f" at {entry.protocol['context']}" if "context" in entry.protocol else ""
+    return {
+        "paper": " ".join(filter(None, (entry.paper, entry.version))),
+        "source": entry.source,
+        "model": entry.model.rpartition("/")[2],
+        "policy": entry.policy,
+        "budget": entry.budget,
+        "task": f"{entry.suite}/{entry.task}{context}",
+        "metric": entry.metric,
+        "value": f"{entry.value:.10g}{spread}",
+        "full": None if entry.full is None else f"{entry.full:.10g}",
+        "unit": entry.unit,
+        "sure": f"{entry.confidence}, contradicted" if entry.contradiction else entry.confidence,
+    }
 
 
 def checks() -> list[Row]:

@@ -17,7 +17,7 @@ LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
 
 listing = typer.Typer(
-    help="What can be named on the command line: policies, suites, models.",
+    help="What can be named on the command line: policies, suites, models; and the published numbers.",
     epilog=f"Example: {LIST_EXAMPLE}",
     no_args_is_help=True,
 )
@@ -165,6 +165,21 @@ def list_models(as_json: options.Json = False) -> None:
     from evictbench import catalogue
 
     catalogue.show(catalogue.models(), as_json)
+
+
+@listing.command("published", epilog="Example: evictbench list published --policy kvpop --suite aime")
+def list_published(
+    policy: Annotated[
+        str | None, typer.Option(help="Of these policies alone, comma-separated; by name, or with settings.")
+    ] = None,
+    paper: Annotated[str | None, typer.Option(help="From these papers alone, by arXiv id.")] = None,
+    suite: options.OnlySuites = None,
+    as_json: options.Json = False,
+) -> None:
+    """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
+    from evictbench import catalogue
+
+    catalogue.show(catalogue.published(policy, paper, suite, whole=as_json), as_json)
 
 
 def doctor(as_json: options.Json = False) -> None:
