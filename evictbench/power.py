@@ -30,14 +30,21 @@ def smallest_difference(
 ) -> float:
     """The smallest true mean difference that is found, in the unit of `spread`; infinite for fewer than two documents,
     0 where nothing is spread."""
-    from statsmodels.stats.power import TTestPower
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
 
     if documents < 2 or spread == 0:
         return math.inf if documents < 2 else 0.0
-    found = TTestPower().solve_power(
-        nobs=documents, alpha=alpha, power=power, alternative="larger" if one_sided else "two-sided"
-    )
-    return float(found) * spread
+    # statsmodels' TTestPower adds the other side, a power next to nothing, and for small alphas finds no number there.
+    needed = float(t.isf(alpha if one_sided else alpha / 2, documents - 1))
+
+    def beyond(effect: float) -> float:
+        return float(nct.sf(needed, documents - 1, effect * math.sqrt(documents))) - power
+
+    most = 1 / math.sqrt(documents)
+    while beyond(most) < 0:
+        most *= 2
+    return float(brentq(beyond, 0.0, most, xtol=1e-9)) * spread
 
 
 def documents_needed(
@@ -114,6 +121,22 @@ def smallest_before_a_run(by_task: Sequence[int], repeats: int = 1) -> float:
     if repeats == 1:
         return smallest_right_wrong(documents, DISCORDANT)
     return smallest_difference(documents, math.sqrt(DISCORDANT / repeats))
+
+
+def in_words(by_task: Sequence[int], repeats: int, tolerance: float) -> str:
+    """What difference between two runs of so many documents per task can be told from chance, for someone about to
+    start one; "" where it is no more than the tolerance of a gate."""
+    by_task = [documents for documents in by_task if documents]
+    smallest = smallest_before_a_run(by_task, repeats)
+    if smallest <= tolerance:
+        return ""
+    if smallest > 1:
+        return "no difference from another run on these documents: too few of them to tell any from chance"
+    mean = " of the mean over tasks" if len(by_task) > 1 else ""
+    return (
+        f"differences{mean} of {100 * smallest:.1f} points and more from another run on these documents, at best "
+        f"({POWER:.0%} of the time, if {DISCORDANT:.0%} of the answers differ); a gate tolerates {100 * tolerance:g}"
+    )
 
 
 def _fewest(enough: Callable[[int], bool]) -> int | None:

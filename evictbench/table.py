@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evictbench import tasks
+from evictbench import power, tasks
+from evictbench.gate_settings import TOLERANCE
 from evictbench.protocol import in_words
 
 if TYPE_CHECKING:
@@ -58,24 +59,9 @@ def describe(plan: Plan, finished: int) -> list[tuple[str, str]]:
 
 
 def _found(plan: Plan) -> str:
-    """What difference from another run on the same documents can be told from chance, where a gate tolerates less."""
-    from evictbench import power
-    from evictbench.gate_settings import TOLERANCE
-
     if plan.checked.suite.generator is not None:  # its scores are no answers, right or wrong
         return ""
-    repeats = plan.checked.protocol.repeats
-    smallest = power.smallest_before_a_run([count for count in plan.documents.values() if count], repeats)
-    if smallest <= TOLERANCE:
-        return ""
-    of = " of the mean over tasks" if len(plan.documents) > 1 else ""
-    if smallest > 1:
-        return "no difference from another run on these documents: too few of them to tell any from chance"
-    return (
-        f"differences{of} of {100 * smallest:.1f} points and more from another run on these documents, at best "
-        f"({power.POWER:.0%} of the time, if {power.DISCORDANT:.0%} of the answers differ); a gate tolerates "
-        f"{100 * TOLERANCE:g}"
-    )
+    return power.in_words(list(plan.documents.values()), plan.checked.protocol.repeats, TOLERANCE)
 
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]

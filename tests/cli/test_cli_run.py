@@ -83,6 +83,7 @@ def test_a_run_says_what_it_runs_shows_a_table_and_what_to_type_next(run):
         "prefill   native (bounded), chunks of 512 tokens",
         "protocol  default",
         "answers   at most 12 to 20 tokens (auto), greedy",
+        "finds     differences of the mean over tasks of 80.1 points and more from another run",
         "skipped   toy_songs: no songs in --data-dir.",
         "toy_recall",
         "mean",

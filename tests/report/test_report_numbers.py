@@ -1,56 +1,10 @@
-"""The numbers of the report: differences from the full cache, their p, the leaderboard's rows."""
-
-import itertools
-from statistics import fmean
+"""The numbers of the report: differences from the full cache, the leaderboard's rows."""
 
 import pytest
 from plot.plot_records import sample, write_run
-from scipy.stats import t
 
 import evictbench
-from evictbench.paired import difference
 from evictbench.report_tables import leaderboard
-
-
-def documents(*values, task="a"):
-    return {(task, number): float(value) for number, value in enumerate(values)}
-
-
-def test_a_difference_is_over_the_documents_that_both_have():
-    found = difference(documents(1, 0, 1, 1), documents(0, 0, 1))
-    values = [1.0, 0.0, 0.0]
-    half = t.ppf(0.975, 2) * (sum((v - 1 / 3) ** 2 for v in values) / 2) ** 0.5 / 3**0.5
-    assert found.documents == 3
-    assert found.value == pytest.approx(1 / 3)
-    assert (found.low, found.high) == pytest.approx((1 / 3 - half, 1 / 3 + half))
-    assert difference(documents(1), documents(1, task="b")) is None
-
-
-def test_no_spread_is_no_interval_and_few_documents_are_no_proof():
-    found = difference(documents(1, 1), documents(0, 0))
-    assert (found.value, found.low, found.high) == (1.0, None, None)
-    assert found.p_value() == 0.5
-    assert difference(documents(1, 1), documents(1, 1)).p_value() == 1.0
-
-
-def test_p_is_the_share_of_sign_flips_that_are_as_far_off():
-    first = documents(0.9, 0.2, 0.7, 0.4) | documents(0.5, 0.6, task="b")
-    second = documents(0.1, 0.3, 0.2, 0.1) | documents(0.5, 0.2, task="b")
-    tasks = [[0.8, -0.1, 0.5, 0.3], [0.0, 0.4]]
-    found = difference(first, second)
-    assert found.value == pytest.approx(fmean(map(fmean, tasks)))
-
-    def far(signs):
-        flipped = iter(signs)
-        return abs(fmean(fmean(value * next(flipped) for value in task) for task in tasks)) >= abs(found.value) - 1e-9
-
-    share = fmean(far(signs) for signs in itertools.product((1, -1), repeat=6))
-    assert found.p_value() == pytest.approx(share)
-
-
-def test_drawn_signs_come_near_the_exact_share():
-    wins = difference(documents(*[1] * 15, *[0] * 5), documents(*[0] * 15, *[1] * 5))
-    assert wins.p_value() == pytest.approx(0.0414, abs=0.01)  # the exact two-sided sign test of 15 against 5
 
 
 def test_repeats_are_no_new_documents(tmp_path):
