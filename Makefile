@@ -50,7 +50,7 @@ format: setup
 # Every policy on short texts that are made here, against results/reference/exact: no worse, and no different.
 gate: model
 	$(BIN)/python -m studies.exact
-	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact
+	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact --suite fidelity
 	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact --exact
 
 bench: setup

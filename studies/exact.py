@@ -1,7 +1,7 @@
 """The project's own gate: every policy on short texts that the project makes itself, for `evictbench gate --exact`.
 
     python -m studies.exact                       # runs every cell anew into results/runs/exact
-    evictbench gate results/runs/exact --baseline results/reference/exact --exact
+    evictbench gate results/runs/exact --baseline results/reference/exact --exact     # both of them: make gate
     python -m studies.exact --renew               # where a result is meant to change: the new runs are the baseline
 
 The bundled model in float32, budgets and windows smaller than the texts, prompts read in several chunks. Fidelity sees
