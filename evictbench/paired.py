@@ -67,10 +67,12 @@ class Difference:
         scores' unit.
 
         The sign-flip test of the differences with the margin added: at a true difference of -margin, what is left
-        would as likely have the other sign. That asks for differences that lie evenly about their mean. Of
-        right-or-wrong scores, and of scores with losses further out than gains, it is the safe side that they are not:
-        false alarms are fewer than they may be. Gains that are few and large among losses that are small and many are
-        the other side.
+        would as likely have the other sign. That asks for differences that lie evenly about their mean. Where they do
+        not, p under 5% comes up, at a true difference of -margin, in at most 5.2% of runs of 20 to 200 right-or-wrong
+        documents (every outcome weighed; far less often where nothing has changed and the margin is more than 0), in
+        2% with losses further out than gains, but in 10% with gains few and large among losses small and many
+        (exponential, 30 documents). Student's t does no better there, and its false alarms of right-or-wrong
+        scores are as many.
         """
         weights = self._weights(margin)
         return _share_of_flips(weights, -float(weights.sum()), both=False)
@@ -107,8 +109,9 @@ class Difference:
         import numpy as np
 
         parts = [(np.asarray(task) + margin) / len(task) / len(self.by_task) for task in self.by_task]
-        weights = np.concatenate(parts)
-        return weights[weights != 0]
+        weights: np.ndarray = np.concatenate(parts)
+        found: np.ndarray = weights[weights != 0]
+        return found
 
 
 def difference(first: Documents, second: Documents, task: str | None = None) -> Difference | None:

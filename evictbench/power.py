@@ -2,7 +2,7 @@
 
 Documents are the independent units. `spread` is the standard deviation over documents of their differences, in the
 scores' unit; `power` how often a difference of that size is found, and `alpha` how often one is found where there is
-none. Scores on a scale go by the paired t-test, whose power is as good as that of the sign-flip test that is used
+none. Scores on a scale go by the paired t-test, whose power is that of the sign-flip test that is used
 (`evictbench.paired`); right-or-wrong scores go by the exact sign test, which there is the sign-flip test.
 
 A gate with a tolerance fails on drops that are surely larger: the drop that it finds is the tolerance and, above it,

@@ -24,7 +24,7 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
     How often it covers the truth: right-or-wrong scores, on average over truths in [0.05, 0.95], 95% (20 to 200
     samples). The mean of 4 or 16 answers to each of 30 problems: 94% on average over such truths and over problems
     from alike to all-or-nothing, where Student's covers 92%; where the truth is 0.05 or 0.95 and the problems are
-    all-or-nothing, 87%. Of 100 problems: 95% on average, 93% and more everywhere.
+    all-or-nothing, 86%. Of 100 problems: 95% on average, 93% and more everywhere.
     """
     count = len(scores)
     if count < 2:
