@@ -95,7 +95,7 @@ def findings(request: Request) -> list[Finding]:
     """Everything that the request asks; UserError where the runs cannot be used for it."""
     found = [*_against_baseline(request), *_against_papers(request)]
     if not found:
-        raise UserError(f"Nothing in {request.folder} could be asked anything: no run matches a published number.")
+        raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
     return found
 
 
@@ -136,12 +136,19 @@ def _runs_against(request: Request, baseline: Path) -> Iterator[Finding]:
 
 
 def _against_papers(request: Request) -> Iterator[Finding]:
+    """Of the cells asked for; the full cache's beside them is taken whether it is asked for or not."""
     if not request.published:
         return
+    from evictbench.gate_cells import cells_of
     from evictbench.gate_published import against_published
+    from evictbench.plot_select import asked
     from evictbench.published import read_published
 
-    yield from against_published(request.folder, read_published())
+    cells = {cell.name for cell in cells_of(_chosen(request, request.folder))}
+    suites = asked(request).get("suite")
+    for finding in against_published(request.folder, read_published(), request.tolerance):
+        if finding.cell in cells and (suites is None or finding.suite in suites):
+            yield finding
 
 
 def _chosen(request: Request, folder: Path) -> pd.DataFrame:
@@ -162,8 +169,6 @@ def _check(request: Request) -> None:
     if not request.folder.is_dir():
         raise UserError(f"There is no folder {request.folder}.")
     if request.baseline is None:
-        if not request.published:
-            raise UserError("A gate holds runs against something: --published, or --baseline FOLDER.")
         for option, given in {
             "--exact": request.exact,
             "--paired": request.paired,
@@ -172,6 +177,10 @@ def _check(request: Request) -> None:
         }.items():
             if given:
                 raise UserError(f"{option} is about a baseline: name one with --baseline.")
+        if not request.published:
+            raise UserError("A gate holds runs against something: --published, or --baseline FOLDER.")
+    if request.published and (request.model or request.task or request.where):
+        raise UserError("--model, --task and --where do not go with --published: name the folder of these runs.")
     if not 0 <= request.tolerance < 1:
         raise UserError(f"--tolerance is a drop in score from 0 to 1 (0.02 is two points), not {request.tolerance:g}.")
     if not request.latency_tolerance >= 0:

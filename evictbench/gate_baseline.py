@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 COSTS = {"occupancy": ("occupancy_mean", OCCUPANCY_TOLERANCE), "bytes": ("cache_bytes", BYTES_TOLERANCE)}
 """Quantities that may not rise: their columns, and the share that is let pass."""
-
-LENGTHS = ("prompt_tokens", "output_tokens")
 
 ROUNDING = 6
 """Digits after the point of an occupancy that are compared."""
@@ -102,11 +101,19 @@ def _scores(found: Sequence[Pair], tolerance: float) -> list[Finding]:
 def smallest_found(apart: Difference, tolerance: float = TOLERANCE, cells: int = 1) -> float:
     """The true drop in score that a gate over so many cells fails on with probability `POWER`, at the spread that the
     documents' differences have, or that of one changed answer where none differs."""
+    from evictbench.power import effective_documents
+
+    spread = math.sqrt(fmean(max(pstdev(task), 1 / len(task)) ** 2 for task in apart.by_task))
+    count = effective_documents([len(task) for task in apart.by_task])
+    return tolerance + spread * _smallest_effect(count, SCORE_LEVEL / cells)
+
+
+@cache
+def _smallest_effect(documents: int, level: float) -> float:
+    """The same above the tolerance, in standard deviations."""
     from evictbench.power import smallest_difference
 
-    spread = math.sqrt(fmean([max(pstdev(task), 1 / len(task)) ** 2 for task in apart.by_task]))
-    # One side of a two-sided level is a one-sided test at half of it.
-    return tolerance + smallest_difference(apart.documents, spread, power=POWER, alpha=2 * SCORE_LEVEL / cells)
+    return smallest_difference(documents, 1.0, POWER, level, one_sided=True)
 
 
 def _costs(found: Sequence[Pair]) -> list[Finding]:
@@ -132,10 +139,9 @@ def _costs(found: Sequence[Pair]) -> list[Finding]:
 def _cost(pair: Pair, column: str) -> tuple[Documents, Documents, Difference]:
     """A column of both, and their difference: on the samples that are as long in both, if there are any."""
     samples = pair.samples
-    alike = (
-        samples[[f"{name}_here" for name in LENGTHS]].to_numpy()
-        == samples[[f"{name}_there" for name in LENGTHS]].to_numpy()
-    ).all(axis=1)
+    alike = (samples["prompt_tokens_here"] == samples["prompt_tokens_there"]) & (
+        samples["output_tokens_here"] == samples["output_tokens_there"]
+    )
     samples = samples[alike] if alike.any() else samples
     here, there = (
         {key: round(value, ROUNDING) for key, value in documents(samples, f"{column}_{side}").items()}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
@@ -61,8 +62,11 @@ class Pair:
 
 def documents(samples: pd.DataFrame, column: str) -> dict[tuple[str, int], float]:
     """(task, doc_id): the mean of a column over its repeats."""
-    means = samples[column].astype(float).groupby([samples["task"].astype(str), samples["doc_id"]]).mean()
-    return {(str(task), int(doc)): float(mean) for (task, doc), mean in means.items()}  # type: ignore[misc]
+    found: dict[tuple[str, int], list[float]] = {}
+    rows = zip(*(samples[name].tolist() for name in ("task", "doc_id", column)), strict=True)
+    for task, doc_id, value in rows:
+        found.setdefault((task, doc_id), []).append(float(value))
+    return {key: fmean(values) for key, values in found.items()}
 
 
 def named(policy: object, budget: object) -> str:

@@ -15,11 +15,11 @@ OCCUPANCY_TOLERANCE = 0.001
 BYTES_TOLERANCE = 0.01
 """Likewise of the decode cache's bytes, which in a batch depend a little on the other rows."""
 
-SCORE_LEVEL = 0.04
-"""How often, in a hundred per cent, a gate may fail over scores of which none has dropped beyond the tolerance."""
+SCORE_LEVEL = 0.035
+"""How often a whole gate may fail over scores of which none has dropped beyond the tolerance."""
 
-COST_LEVEL = 0.01
-"""Likewise over occupancy and bytes. The two levels add up to the gate's 5% of false alarms."""
+COST_LEVEL = 0.005
+"""Likewise over occupancy and bytes. Together the two are under the gate's 5% of false alarms."""
 
 ABOVE_LEVEL = 0.05
 """How often it may warn of arms above the full cache of which none is."""

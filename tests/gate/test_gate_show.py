@@ -1,0 +1,116 @@
+"""The table, JSON, JUnit's XML, Markdown and GitHub's step summary."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from gate.gate_cases import right, write_run
+
+from evictbench.gate import Finding
+from evictbench.gate_show import as_json, as_junit, as_markdown, as_table, verdict
+
+
+def finding(status, fails=False, **changes):
+    numbers = {"here": 0.4, "there": 0.7, "difference": -0.3, "low": -0.4, "high": -0.2, "p": 0.001, "samples": 100}
+    words = {"cell": "h2o @ 64", "suite": "ruler", "task": "niah", "quantity": "score", "why": "It has dropped."}
+    return Finding(status=status, fails=fails, **numbers | words | changes)
+
+
+FOUND = [
+    finding("passed"),
+    finding("failed", fails=True, cell="h2o:group=<max> @ 64", why="It | has <dropped> & [red]'far'[/] \x00\ud800."),
+    finding("warning", quantity="above full", suite="gsm8k"),
+    finding("not comparable", here=None, there=None, difference=None, low=None, high=None, p=None),
+    finding("too few samples"),
+    finding("below", fails=True, quantity="retention"),
+    finding("passed", quantity="bytes", here=2.5e6, there=2e6, difference=0.5e6, low=None, high=None),
+]
+
+
+def test_the_table_has_a_row_for_each_and_a_sentence_for_what_is_not_passed():
+    text = as_table(FOUND)
+    assert text.count("It has dropped.") == 4
+    assert "[red]'far'[/]" in text
+    assert "-30.0" in text
+    assert "2.5 MB" in text
+    assert text.endswith("failed, 2 of 7 (2 passed, 1 failed, 1 warning, 1 not comparable, 1 too few samples, 1 below)")
+    assert verdict([finding("passed")]) == "passed (1 passed)"
+
+
+def test_json_has_every_field():
+    whole = json.loads(as_json([finding("passed"), finding("warning")]))
+    assert whole["passed"] is True
+    assert whole["findings"][0] == vars(finding("passed"))
+
+
+def test_junit_is_as_its_readers_expect():
+    root = ElementTree.fromstring(as_junit(FOUND).encode())
+    assert root.tag == "testsuites"
+    assert {name: root.get(name) for name in ("tests", "failures", "errors", "skipped")} == {
+        "tests": "7",
+        "failures": "2",
+        "errors": "0",
+        "skipped": "2",
+    }
+    suites = root.findall("testsuite")
+    assert [suite.get("name") for suite in suites] == ["ruler", "gsm8k"]
+    for suite in suites:
+        cases = suite.findall("testcase")
+        assert int(suite.get("tests")) == len(cases) == len(list(suite))
+        assert int(suite.get("failures")) == len(suite.findall("testcase/failure"))
+        assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped"))
+        for case in cases:
+            assert case.get("classname")
+            assert case.get("name")
+            assert float(case.get("time")) == 0
+            assert {child.tag for child in case} <= {"failure", "skipped", "system-out"}
+    failure = root.find(".//failure")
+    assert failure.get("message") == "It | has <dropped> & [red]'far'[/] \N{REPLACEMENT CHARACTER}" * 1 + (
+        "\N{REPLACEMENT CHARACTER}."
+    )
+    assert failure.get("type") == "failed"
+    assert "here 40.0, there 70.0, difference -30.0, 95% -40.0 to -20.0, p 0.001, n 100" in failure.text
+    assert as_junit(FOUND).startswith("<?xml version=")
+
+
+def test_markdown_is_a_table_that_no_name_can_break():
+    lines = as_markdown(FOUND).splitlines()
+    assert lines[0].startswith("### evictbench gate: failed, 2 of 7")
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(FOUND)
+    for line in table:
+        assert line.replace("\\|", "").count("|") == 12
+    assert "h2o:group=\\<max\\> @ 64" in "\n".join(table)
+    assert any(line.startswith("- ❌") and "has \\<dropped\\>" in line for line in lines)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for side, count in (("here", 40), ("there", 70)):
+        write_run(tmp_path / side, right(count, 100))
+    return tmp_path / "here", "--baseline", tmp_path / "there"
+
+
+def test_files_are_written_and_a_failure_is_too(gate, folders, tmp_path):
+    junit, markdown = tmp_path / "new" / "gate.xml", tmp_path / "gate.md"
+    code, out, _ = gate(*folders, "--junit", junit, "--markdown", markdown)
+    assert code == 1
+    assert "failed: h2o @ 64 on ruler, niah, score: The score has dropped by 30.0 points" in out
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+    assert markdown.read_text().startswith("### evictbench gate: failed, 1 of 3")
+
+
+def test_the_step_summary_is_added_to(gate, folders, tmp_path, monkeypatch):
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    gate(*folders)
+    text = summary.read_text()
+    assert text.startswith("before\n### evictbench gate: failed")
+
+
+def test_help_names_every_option(gate):
+    code, out, _ = gate("--help")
+    assert code == 0
+    for option in ("--published", "--baseline", "--exact", "--tolerance", "--latency-tolerance", "--junit", "--json"):
+        assert option in out
