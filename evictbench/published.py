@@ -26,6 +26,7 @@ OF_A_CELL = ("value", "spread", "retention", "full_elsewhere", "contradiction")
 
 WORDS = tuple(field.name for field in fields(Published) if field.name not in ("full", *OF_A_CELL))
 KEYS = {*WORDS, *OF_A_CELL}
+TEXTS = ("paper", "title", "version", "source", "model", "policy", "suite", "task", "metric", "note", "contradiction")
 
 
 def read_published(folder: Path | None = None) -> tuple[Published, ...]:
@@ -89,8 +90,17 @@ def _installed() -> Path:
 def _of_file(file: Path) -> Iterator[Published]:
     import yaml
 
+    class Strict(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML as it is, but a field that is written twice in one place is an error and not the second one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            for name, count in Counter(key.value for key, _ in node.value if isinstance(key.value, str)).items():
+                if count > 1:
+                    raise yaml.YAMLError(f"the field {name} is there twice in line {node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=Strict)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(document, dict) or not isinstance(document.get("tables"), list):
@@ -123,7 +133,7 @@ def _columns(where: str, given: Any) -> list[dict[str, Any]]:
     if given is None:
         return [{}]
     lists = list(given.values()) if isinstance(given, dict) else []
-    if not lists or not all(isinstance(items, list) and len(items) == len(lists[0]) for items in lists):
+    if not lists or not all(isinstance(items, list) and 0 < len(items) == len(lists[0]) for items in lists):
         raise UserError(f"{where}: columns is a mapping of fields to lists, all of one length.")
     return [dict(zip(given, items, strict=True)) for items in zip(*lists, strict=True)]
 
@@ -163,7 +173,7 @@ def _merged(levels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for level in levels:
         for key, value in level.items():
-            if key == "protocol" and isinstance(value, dict):
+            if key == "protocol" and isinstance(value, dict) and isinstance(merged.get(key, {}), dict):
                 merged[key] = {**merged.get(key, {}), **value}
             elif key == "note" and merged.get(key):
                 merged[key] = f"{merged[key]} {value}"
@@ -184,8 +194,9 @@ def _checked(where: str, given: dict[str, Any]) -> Published:
     for field in fields(Published):
         if field.name not in given:
             raise UserError(f"{where}: the field {field.name} is missing.")
-    for name in ("paper", "title", "source", "model", "policy", "suite", "task", "metric"):
-        if not isinstance(given[name], str) or not given[name]:
+    for name in TEXTS:
+        optional = name in OPTIONAL and given[name] in ("", None)
+        if not optional and (not isinstance(given[name], str) or not given[name]):
             raise UserError(f"{where}: the field {name} has to be a text, not {given[name]!r}.")
     given["budget"] = _budget(where, given["budget"], given["budget_meaning"])
     _check_choice(where, "unit", given["unit"], UNITS)
@@ -226,6 +237,7 @@ def _budget(where: str, budget: Any, meaning: str) -> str | None:
 def _number(where: str, field: str, value: Any, low: float, high: float, unit: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high:
         raise UserError(f"{where}: the field {field} is {value!r}, which is no number of {unit}.")
     return float(value)
