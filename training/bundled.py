@@ -22,13 +22,15 @@ KEPT = ("weights.safetensors", "config.json", "README.md", "curves.jsonl", "curv
 @dataclass(frozen=True)
 class Run:
     """policy: as on the command line; texts: which of `training.texts`; package: whose weights folder it ends in;
-    options: of `evictbench train`."""
+    folder: its name there, None for a training that only another begins with; options: of `evictbench train`, `{work}`
+    standing for the folder of all trainings; name: the folder of this one, if not the policy's."""
 
     policy: str
     texts: str
     package: str
-    folder: str
+    folder: str | None
     options: str
+    name: str | None = None
 
 
 SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
@@ -41,6 +43,10 @@ INDEXMEM = "--window 32 --steps 200 --lr 2e-3 --recipe beta=32,width=128,centroi
 RANKER = (
     "--length 512 --budget 64,128,256 --steps 2000 --lr 3e-3 --recipe method=supervised,target=set,horizon=16,every=4"
 )
+REINFORCED = (
+    "--length 512 --budget 64,128,256 --steps 240 --lr 3e-4 --save-every 20 "
+    "--recipe method=reinforce,horizon=32,start={work}/distillcache-supervised"
+)
 
 RUNS = (
     Run("kvpop_mlp:label=mean", "scorers", "kvpop", "smollm2-mlp-mean", f"{MLP}{READING}"),
@@ -49,7 +55,8 @@ RUNS = (
     Run("kvpop:label=max", "scorers", "kvpop", "smollm2-mlstm-max", f"{MLSTM}{RETRIEVING}"),
     Run("dms", "gates", "dms", "smollm2", GATE),
     Run("indexmem_pp", "gates", "indexmem_pp", "smollm2", INDEXMEM),
-    Run("distillcache", "rankers", "distillcache", "smollm2", RANKER),
+    Run("distillcache", "rankers", "distillcache", None, RANKER, name="distillcache-supervised"),
+    Run("distillcache", "rankers", "distillcache", "smollm2", REINFORCED),
 )
 
 COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype float16"
@@ -69,14 +76,16 @@ def main() -> None:
 
 def train(run: Run, texts: Path, work: Path) -> None:
     """Train one and copy what is shipped."""
-    out = work / run.policy.replace(":", "-")
+    out = work / (run.name or run.policy.replace(":", "-"))
     command = [
         *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
         *("--data", str(texts / f"{run.texts}.jsonl"), "--out", str(out), "--store", str(work / "features")),
-        *shlex.split(f"{COMMON} {run.options}"),
+        *shlex.split(f"{COMMON} {run.options}".replace("{work}", shlex.quote(str(work)))),
     ]
     print(shlex.join(command[1:]), flush=True)
     subprocess.run(command, check=True)
+    if run.folder is None:
+        return
     shipped = POLICIES / run.package / "weights" / run.folder
     shipped.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
