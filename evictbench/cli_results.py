@@ -138,8 +138,8 @@ def gate(
     given = {name: value for name, value in locals().items() if name not in (*lists, "lists", "as_json", "debug")}
     from evictbench.gate import Request, gate_and_show
 
-    tuples = {"traces": trace, "baseline_traces": baseline_trace, "where": where}
-    request = Request(**given, **{name: tuple(each or ()) for name, each in tuples.items()})
+    traces, others = tuple(trace or ()), tuple(baseline_trace or ())
+    request = Request(**given, traces=traces, baseline_traces=others, where=tuple(where or ()))
     raise typer.Exit(gate_and_show(request, as_json))
 
 
