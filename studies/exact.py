@@ -16,7 +16,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,17 +163,25 @@ class Runner:
 
 
 def keep(folders: Iterable[Path], runs: Path, baseline: Path) -> None:
-    """Copy runs into a baseline, in the order of their documents, without what only says where they were made."""
+    """Copy runs into a baseline in the place of earlier ones, without what only says where they were made."""
     for folder in folders:
         to = baseline / folder.relative_to(runs)
-        to.mkdir(parents=True, exist_ok=True)
         run = records.read_run(folder)
+        before = [file.parent for file in to.parent.glob(f"*/{records.RUN}")]
+        for other in before:
+            if _cell(records.read_run(other)) == _cell(run):
+                shutil.rmtree(other)
+        to.mkdir(parents=True)
         records.write_json(to / records.RUN, {**run, "sessions": run["sessions"][-1:]})
         samples = records.read_samples(folder)
         lines = [json.dumps(_without(samples[key]), ensure_ascii=False) for key in sorted(samples)]
         (to / records.SAMPLES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         summary = json.loads((folder / records.SUMMARY).read_text(encoding="utf-8"))
         records.write_json(to / records.SUMMARY, {**_without(summary), "folder": to.name})
+
+
+def _cell(run: Mapping[str, Any]) -> tuple[str, str | None]:
+    return run["identity"]["policy"]["label"], run["identity"]["budget"]
 
 
 def _without(content: Any) -> Any:
