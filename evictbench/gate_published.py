@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from evictbench.published_entry import Published
 
 
+BY_SIZE = "is weighted by"
+"""What the note of a mean says whose tasks weigh by how many documents they have."""
+
+
 @dataclass(frozen=True)
 class _Row:
     """A run and the numbers about it: one, or the two of a contradiction. low, high: the paper's retention, as it is
@@ -116,7 +120,7 @@ def _row(arm: Arm, entries: Sequence[Published], among: Sequence[Arm], published
             f"There is no run of the full cache beside {arm.cell}, {arm.run['suite']} on {arm.run['model']}: make one "
             "under the same protocol with --policy full."
         )
-    here = retention(arm.documents, full, tasks, by_size="weighted" in f"{first.metric} {first.note}")
+    here = retention(arm.documents, full, tasks, by_size=BY_SIZE in first.note)
     if here is None:
         return (
             f"The full cache scores nothing on the documents of {', '.join(tasks)} that both runs have, so there is "

@@ -50,6 +50,21 @@ def test_a_true_retention_of_fractional_scores_is_seldom_refused():
     assert min(refused) > 0.005  # and it is no test that never refuses
 
 
+def test_tasks_that_keep_very_different_shares():
+    """As in RULER: one task kept whole, one half lost, one nearly gone; they weigh alike, in unequal numbers."""
+    draw = np.random.default_rng(7)
+    tasks = ((30, 0.9, 1.0), (60, 0.8, 0.5), (20, 0.9, 0.1))
+    truth = sum(full * kept for _, full, kept in tasks) / sum(full for _, full, _ in tasks)
+    runs = [
+        Retention(tuple(drawn(draw, count, 1, full, kept, 0.05).by_task[0] for count, full, kept in tasks))
+        for _ in range(600)
+    ]
+    below = np.mean([run.p_below(truth) < 0.05 for run in runs])
+    above = np.mean([run.p_above(truth) < 0.05 for run in runs])
+    assert max(below, above) < 0.05 + 3 * np.sqrt(0.05 * 0.95 / len(runs))
+    assert np.mean([run.p_below(truth + 0.15) < 0.05 for run in runs]) > 0.5
+
+
 def test_the_interval_holds_the_truth_as_often_as_it_says():
     draw = np.random.default_rng(3)
     held = 0
