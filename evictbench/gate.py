@@ -33,7 +33,8 @@ class Finding:
     value in the runs, and in what they are held against, in its own unit; None where there is none. difference: here -
     there (KL that must be equal: the largest of any text or part of it), low and high: its 95% interval. p: of the test
     that decided, corrected for the number of cells. samples: documents that it rests on. why: one sentence. fails: the
-    gate is not passed because of this.
+    gate is not passed because of this. finds: the true change for the worse that would have been found in 80 of 100
+    cases, where that is known.
     """
 
     status: Status
@@ -50,6 +51,7 @@ class Finding:
     samples: int
     why: str
     fails: bool
+    finds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -84,28 +86,41 @@ def _scores(found: Sequence[Pair], tolerance: float) -> list[Finding]:
     findings = []
     for pair, (here, there), one, p in zip(found, sides, apart, adjusted, strict=True):
         failed = p < SCORE_LEVEL
+        finds = smallest_found(one, tolerance, len(found))
         if failed:
             why = (
                 f"The score has dropped by {-100 * one.value:.1f} points on the same {one.documents} documents, "
                 f"significantly more than the {100 * tolerance:g} that are let pass."
             )
         else:
-            why = (
-                f"No drop beyond {100 * tolerance:g} points is shown; with these documents one of "
-                f"{100 * smallest_found(one, tolerance, len(found)):.1f} would be in {100 * POWER:.0f} of 100 cases."
+            why = f"No drop beyond {100 * tolerance:g} points is shown"
+            why += (
+                "; no score differs."
+                if finds is None
+                else f"; with these documents one of {100 * finds:.1f} would be in {100 * POWER:.0f} of 100 cases."
             )
-        findings.append(_finding("failed" if failed else "passed", pair.here, "score", here, there, one, p, why))
+        finding = _finding("failed" if failed else "passed", pair.here, "score", here, there, one, p, why)
+        findings.append(replace(finding, finds=finds))
     return findings
 
 
-def smallest_found(apart: Difference, tolerance: float = TOLERANCE, cells: int = 1) -> float:
+def smallest_found(apart: Difference, tolerance: float = TOLERANCE, cells: int = 1) -> float | None:
     """The true drop in score that a gate over so many cells fails on with probability `POWER`, at the spread that the
-    documents' differences have, or that of one changed answer where none differs."""
+    documents' differences have; None where nothing differs, so that the spread of a change is not known.
+
+    Right-or-wrong scores that drop by d differ in a share of d at least: their spread is no less than that gives.
+    """
     from evictbench.power import effective_documents
 
-    spread = math.sqrt(fmean(max(pstdev(task), 1 / len(task)) ** 2 for task in apart.by_task))
-    count = effective_documents([len(task) for task in apart.by_task])
-    return tolerance + spread * _smallest_effect(count, SCORE_LEVEL / cells)
+    if not apart.wins and not apart.losses:
+        return None
+    effect = _smallest_effect(effective_documents([len(task) for task in apart.by_task]), SCORE_LEVEL / cells)
+    spread = math.sqrt(fmean(pstdev(task) ** 2 for task in apart.by_task))
+    drop = tolerance + effect * spread
+    if all(value in (-1, 0, 1) for value in chain(*apart.by_task)):
+        for _ in range(50):
+            drop = min(1.0, tolerance + effect * max(spread, math.sqrt(drop * (1 - drop))))
+    return drop
 
 
 @cache

@@ -15,7 +15,7 @@ OCCUPANCY_TOLERANCE = 0.001
 BYTES_TOLERANCE = 0.01
 """Likewise of the decode cache's bytes, which in a batch depend a little on the other rows."""
 
-SCORE_LEVEL = 0.035
+SCORE_LEVEL = 0.03
 """How often a whole gate may fail over scores of which none has dropped beyond the tolerance."""
 
 COST_LEVEL = 0.005

@@ -17,7 +17,7 @@ def finding(status, fails=False, **changes):
 
 
 FOUND = [
-    finding("passed"),
+    finding("passed", finds=0.123),
     finding("failed", fails=True, cell="h2o:group=<max> @ 64", why="It | has <dropped> & [red]'far'[/] \x00\ud800."),
     finding("warning", quantity="above full", suite="gsm8k"),
     finding("not comparable", here=None, there=None, difference=None, low=None, high=None, p=None),
@@ -33,6 +33,7 @@ def test_the_table_has_a_row_for_each_and_a_sentence_for_what_is_not_passed():
     assert "[red]'far'[/]" in text
     assert "-30.0" in text
     assert "2.5 MB" in text
+    assert "12.3" in text
     assert text.endswith("failed, 2 of 7 (2 passed, 1 failed, 1 warning, 1 not comparable, 1 too few samples, 1 below)")
     assert verdict([finding("passed")]) == "passed (1 passed)"
 
@@ -79,7 +80,7 @@ def test_markdown_is_a_table_that_no_name_can_break():
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + len(FOUND)
     for line in table:
-        assert line.replace("\\|", "").count("|") == 12
+        assert line.replace("\\|", "").count("|") == 13
     assert "h2o:group=\\<max\\> @ 64" in "\n".join(table)
     assert any(line.startswith("- ❌") and "has \\<dropped\\>" in line for line in lines)
 
