@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from evictbench.paired import Documents
 
 TOLD_APART = tuple(name for name in ("model", *SHARED, *BUDGETED) if name not in ("weights", "results_version"))
-"""Columns that are named where a folder has cells that differ in nothing else."""
+"""Columns that are named where a folder has several cells of one policy, budget and suite."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ def cells_of(samples: pd.DataFrame) -> list[Cell]:
     found = []
     for mark, part in samples.groupby(samples["fingerprint"].astype(str), sort=False):
         about = runs[runs["fingerprint"].astype(str) == mark].iloc[0].to_dict()
-        same = runs[runs["suite"] == about["suite"]]
-        apart = [name for name in TOLD_APART if _differ(same, name)]
+        same = runs[(runs["suite"] == about["suite"]) & (runs["policy"] == about["policy"])]
+        same = same[[said(budget) == said(about["budget"]) for budget in same["budget"]]]
+        apart = [name for name in TOLD_APART if len({said(value) for value in same[name]}) > 1]
         suite = ", ".join([str(about["suite"]), *(f"{name} {said(about[name])}" for name in apart)])
         found.append(Cell(named(about["policy"], about["budget"]), suite, about, part))
     return found
@@ -192,12 +193,6 @@ def _side_by_side(here: Cell, there: Cell, in_common: bool) -> pd.DataFrame:
                 "than in the baseline, so they are not the same samples."
             )
     return both
-
-
-def _differ(runs: pd.DataFrame, name: str) -> bool:
-    if name in BUDGETED:
-        runs = runs[runs["budget"].notna()]
-    return len({said(value) for value in runs[name]}) > 1
 
 
 def folders_apart(here: Path, there: Path) -> None:

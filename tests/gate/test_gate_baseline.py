@@ -40,13 +40,13 @@ def test_what_is_better_passes_and_what_is_tolerated_does(gate, folders):
 
 
 def test_repeats_are_not_documents(gate, tmp_path):
-    """Four documents with sixteen answers each are four documents: a gate of one cell asks for five."""
+    """Four documents with sixteen answers each are four documents: a gate of one cell asks for six."""
     for side, score in (("here", 0.0), ("there", 1.0)):
         lines = [sample(doc_id, score, repeat=repeat) for doc_id in range(4) for repeat in range(16)]
         write_run(tmp_path / side, lines)
     code, _, err = gate(tmp_path / "here", "--baseline", tmp_path / "there")
     assert code == 2
-    assert "has 4 documents to compare, and a drop cannot be shown with fewer than 5" in err
+    assert "has 4 documents to compare, and a drop cannot be shown with fewer than 6" in err
 
 
 def test_samples_that_one_side_has_more_of_are_refused_unless_paired(gate, tmp_path):
