@@ -64,6 +64,12 @@ class Drawing:
     numbers: pd.DataFrame
     draw: Callable[[pd.DataFrame], Figure]
 
+    def figure(self) -> Figure:
+        """The drawn figure."""
+        from evictbench.plot_labels import shortened
+
+        return self.draw(shortened(self.numbers))
+
 
 def plot_and_show(request: Request) -> int:
     """Write the pictures or print the numbers; the exit code."""
@@ -73,9 +79,14 @@ def plot_and_show(request: Request) -> int:
         _check_out(request.out)
     found = list(drawings(request, names, _say))
     texts = [form for form in forms if form in plot_print.TEXTS]
-    for drawing in found:
+    printed = [
+        drawing
+        for number, drawing in enumerate(found)
+        if not any(drawing.numbers.equals(earlier.numbers) for earlier in found[:number])
+    ]
+    for drawing in printed:
         for form in texts:
-            if len(found) > 1 and form in ("csv", "markdown"):
+            if len(printed) > 1 and form in ("csv", "markdown"):
                 print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
             print(plot_print.as_text(drawing.numbers, form, drawing.title))
             print()
@@ -99,7 +110,7 @@ def _write(drawings: Sequence[Drawing], forms: Sequence[str], out: Path) -> Iter
         out.mkdir(parents=True, exist_ok=True)
         for drawing in drawings:
             with mpl.rc_context(SETTINGS):
-                figure = drawing.draw(drawing.numbers)
+                figure = drawing.figure()
                 for form in forms:
                     file = out / f"{drawing.name}.{form}"
                     metadata = {"Date": None} if form == "svg" else {}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
 
     from evictbench.plot_palette import Style
@@ -13,6 +14,25 @@ if TYPE_CHECKING:
 FONT_SIZE = 9.0
 SPACING = 1.35
 """Line height of labels, in font sizes."""
+
+
+LONGEST = 44
+"""Characters of a policy's name, settings included, that a figure has room for."""
+
+
+def shortened(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with `policy` names that no figure has room for cut in their middle; different ones stay different."""
+    if "policy" not in frame or not (frame["policy"].astype(str).str.len() > LONGEST).any():
+        return frame
+    names: dict[str, str] = {}
+    for name in dict.fromkeys(frame["policy"].astype(str)):
+        cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 15]}…{name[-14:]}"
+        number = 2
+        while cut in names.values():
+            cut = f"{cut.split(' (')[0]} ({number})"
+            number += 1
+        names[name] = cut
+    return frame.assign(policy=frame["policy"].astype(str).map(names))
 
 
 class End(NamedTuple):

@@ -95,7 +95,7 @@ def _drawn(drawing: plot.Drawing, mark: str) -> Drawn:
 
     with mpl.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("error", message="constrained_layout not applied")
-        svg = inline(drawing.draw(drawing.numbers), f"{mark}-", f"{drawing.name}: {drawing.title}")
+        svg = inline(drawing.figure(), f"{mark}-", f"{drawing.name}: {drawing.title}")
     names, rows = _table(drawing.numbers) if len(drawing.numbers) <= MOST_ROWS else ([], [])
     shows = next((words for name, words in WORDS.items() if re.match(rf"{name}\b", drawing.name)), drawing.name)
     return Drawn(drawing.name, shows, drawing.title, svg, names, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -142,13 +142,23 @@ def _row(
         group=group,
         score=float(task["score"]),
         interval=None if low != low else (float(low), float(high)),
-        versus=None if base is None else difference(documents, base, str(task["task"])),
+        versus=_versus(documents, base, str(task["task"])),
         documents=int(task["documents"]),
         samples=int(task["samples"]),
         occupancy_max=int(task["occupancy_max"]),
         metrics=values,
         **{name: float(task[name]) for name in MEANS},
     )
+
+
+def _versus(
+    documents: Mapping[tuple[str, int], float], base: Mapping[tuple[str, int], float] | None, task: str | None = None
+) -> Difference | None:
+    """How far scores are from the full cache's; two scores in [0, 1] are at most 1 apart, and so is the interval."""
+    found = None if base is None else difference(documents, base, task)
+    if found is None or found.low is None or found.high is None:
+        return found
+    return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
 
 
 MEANS = ("occupancy_mean", "cache_bytes", "prefill_peak_bytes", "truncated", "repetition")
@@ -176,7 +186,7 @@ def _mean(
         group=first.group,
         score=score,
         interval=interval,
-        versus=None if base is None else difference(documents, base),
+        versus=_versus(documents, base),
         documents=sum(task.documents for task in tasks),
         samples=sum(task.samples for task in tasks),
         occupancy_max=max(task.occupancy_max for task in tasks),

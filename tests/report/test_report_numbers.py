@@ -43,3 +43,12 @@ def test_only_runs_of_one_protocol_are_compared(tmp_path):
     rows = {row.policy: row for row in leaderboard(evictbench.results(tmp_path)).rows}
     assert rows["h2o"].versus is None
     assert rows["tova"].versus.value == 0
+
+
+def test_an_interval_of_differences_stays_within_what_scores_allow(tmp_path):
+    write_run(tmp_path, [sample(doc, 1.0) for doc in range(10)], policy="full", budget=None)
+    write_run(tmp_path, [sample(doc, float(doc == 0)) for doc in range(10)], policy="h2o", budget="64")
+    row = next(row for row in leaderboard(evictbench.results(tmp_path)).rows if row.policy == "h2o")
+    assert row.versus.value == pytest.approx(-0.9)
+    assert row.versus.low == -1.0
+    assert -0.9 < row.versus.high < 0
