@@ -21,7 +21,7 @@ from evictbench.cli_results import (
     plot,
     report,
 )
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
 SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
@@ -309,8 +309,6 @@ def _say(error: Exception) -> int:
     elif hasattr(error, "format_message"):  # the parser's own, whichever package it comes from
         text, code = error.format_message(), 2
     else:
-        from evictbench.run import RunFailed
-
         text, code = str(error), 1
         if not isinstance(error, RunFailed):
             text = f"{type(error).__name__}: {text} (--debug shows the traceback)"

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import environment, models, records, tasks
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 from evictbench.plan import Plan, make_plan
 from evictbench.prompts import Planned
 from evictbench.settings import Settings
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 PROMPT_IDS_KEPT = 65_536
 """Prompts of up to this many tokens keep their ids in the sample line; longer ones their hash only."""
-
-
-class RunFailed(Exception):
-    """A run that cannot be trusted to go on. The message is one sentence."""
 
 
 class Watcher(Protocol):

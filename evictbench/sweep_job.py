@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench import records
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,8 +73,6 @@ class Worker:
 
     def do(self, job: Job) -> Ended:
         """Make what is missing of a job's samples; nothing but the end of the process leaves this by an exception."""
-        from evictbench.run import RunFailed
-
         notes = Notes(job)
         spoiled = False
         try:

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from evictbench import attention, models, train_checkpoint
 from evictbench.distil import Pupil, Teacher, check_head
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 from evictbench.learner import Batch, Learner, Losses
-from evictbench.run import RunFailed
 from evictbench.student import Following
 from evictbench.train_optimise import Optimisers, learning_rate, prepare
 from evictbench.train_order import Order, drawn, seed_of

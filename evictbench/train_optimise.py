@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evictbench.run import RunFailed
+from evictbench.errors import RunFailed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

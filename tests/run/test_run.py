@@ -7,10 +7,10 @@ import pytest
 from fake_plugins import FakeGenerator, make_model
 
 from evictbench import records, registry, tasks
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 from evictbench.generation import Completion
 from evictbench.plan import make_plan
-from evictbench.run import RunFailed, run
+from evictbench.run import run
 from evictbench.settings import Settings
 from evictbench.suite import Protocol, Sampling
 

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from toy import GATE, TOY
 
 from evictbench import models, train_loop
-from evictbench.errors import UserError
+from evictbench.errors import RunFailed, UserError
 from evictbench.learner import Learner
-from evictbench.run import RunFailed
 from evictbench.train_optimise import learning_rate
 from evictbench.train_order import Order
 
