@@ -106,6 +106,8 @@ class SupervisedLearner(RankerLearner):
         real, found = _real(batch.features), batch.features
         scored = self.ranker(_entries(found["numbers"], real).to(self.device))
         used = found["held"] > 0
+        if not used.any():  # texts so short that nothing had to go
+            return Losses(torch.stack([0 * each.sum() for each in self.ranker.parameters()]).sum(), {})
         real, later, held, size = (
             tensor[used].to(self.device) for tensor in (real, found["later"].float(), found["held"], found["size"])
         )

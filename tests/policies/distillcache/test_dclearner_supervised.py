@@ -48,6 +48,18 @@ def test_stored_choices(model: Any) -> None:
     assert sum(held[place] > 0 for place in range(len(held))) > 4
 
 
+def test_a_text_from_which_nothing_has_to_go(model: Any) -> None:
+    """Shorter than the least budget: no choice, and a loss of zero that a step can be taken from."""
+    learner = supervised(model)
+    with torch.no_grad():
+        features = learner.features(model, torch.tensor([text(length=24)]))
+    assert not features["held"].any()
+    losses = learner.loss(replace(batch(None), features=features))
+    losses.total.backward()
+    assert float(losses.total.detach()) == 0
+    assert all(not parameter.grad.any() for parameter in learner.parameters())
+
+
 @pytest.mark.parametrize("target", ["importance", "set"])
 def test_supervised_learns(model: Any, target: str) -> None:
     """Fitted to the choices of a text, the ranker ranks them as later attention does."""
