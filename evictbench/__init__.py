@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = ["__version__", "results"]
+
 __version__ = "0.1.0"
 
 
