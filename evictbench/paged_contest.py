@@ -16,6 +16,7 @@ from torch import Tensor
 from evictbench.clock import ATTENTION, POLICY
 from evictbench.paged_attention import attend_one
 from evictbench.paged_board import Board
+from evictbench.paged_means import RESTS
 from evictbench.paged_places import decide
 from evictbench.paged_prompt import Prompt
 from evictbench.paged_reading import cut, let_go, read_chunk
@@ -260,5 +261,7 @@ class Contest:
             "room": torch.zeros(owners, dtype=torch.int64),
             "counts": torch.zeros((owners, most), dtype=wide),
         }
+        if wide != like.dtype:
+            beside |= {name: like.new_zeros((owners, most, like.shape[-1])) for name in RESTS.values()}
         more = {**self.slot_tensors, "bias": SlotTensor(wide, fill=-torch.inf)}
         return PagePool(owners, like, self.cache.count_bytes, more, beside)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evictbench.paged_means import MEAN, run_through
+from evictbench.paged_means import MEAN, RESTS, rounded, run_through
 from evictbench.pages import NEVER, PAGE, PagePool
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def _write_means(pool: PagePool, owner: int, slots: Tensor, means: tuple[Tensor,
     slots = slots[: counts.shape[0]]
     for name, mean in (("keys", keys), ("values", values)):
         buffer = pool.buffers[name].flatten(0, 1)
-        buffer[slots] = mean.to(buffer.dtype)
+        buffer[slots], rest = rounded(mean, buffer.dtype)
+        if RESTS[name] in pool.beside:
+            pool.beside[RESTS[name]][owner, : counts.shape[0]] = rest
     pool.buffers["bias"].view(-1)[slots] = counts.log().to(pool.buffers["bias"].dtype)
     pool.beside["counts"][owner, : counts.shape[0]] = counts.to(pool.beside["counts"].dtype)

@@ -1,7 +1,8 @@
 """Entries that are means of evicted ones: the first slots of an owner's pages, read with a bias of log count.
 
 Where a place for one is still empty its bias is -inf. Means are computed in float32 or wider, and lie in pages in the
-cache's dtype.
+cache's dtype. Where that is narrower, what rounding has taken off lies beside them (`RESTS`): without it a mean in
+bfloat16 would stop moving after some hundreds of entries, each of which moves it by less than a last digit.
 """
 
 from __future__ import annotations
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
 MEAN = -2
 """The position of a slot that holds a mean, or is kept for one."""
 
+RESTS = {"keys": "rests_of_keys", "values": "rests_of_values"}
+"""By what has been rounded, the name of an owner's rests, `[owners, means, head_dim]` in the cache's dtype; none where
+that is float32 or wider."""
+
 ELEMENTS_AT_ONCE = 2**24
 """Keys of means of so many layers are looked at together that their numbers are about this many."""
+
+
+def rounded(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A mean in the cache's dtype, and what that leaves of it, in the same."""
+    narrow = mean.to(dtype)
+    return narrow, (mean - narrow.to(mean.dtype)).to(dtype)
 
 
 def run_through(
@@ -74,8 +85,15 @@ def _absorb(policy: Policy, board: Board, part: slice, owners: Tensor | slice, v
     old_value, value = _gathered(board.values[part], torch.cat((slots, victims), dim=1)).to(wide).chunk(2, dim=1)
     moved = (leaves & (rooms > 0))[..., None]
     after = count + 1
-    for flat, old, new in ((board.keys, old_key, key), (board.values, old_value, value)):
-        mean = torch.where(moved, (old * count + new) / after, old).to(flat[0].dtype)
+    for name, flat, old, new in (("keys", board.keys, old_key, key), ("values", board.values, old_value, value)):
+        rests = board.of_owners.get(RESTS[name])
+        place = at[..., None].expand(*at.shape, new.shape[-1])
+        if rests is not None:
+            old = old + rests[part][:, owners].gather(2, place)[:, :, 0]
+        mean = torch.where(moved, (old * count + new) / after, old)
+        if rests is not None:
+            mean, rest = rounded(mean, flat[0].dtype)
+            rests[part][:, owners] = rests[part][:, owners].scatter(2, place, rest[:, :, None])
         for buffer, slot, written in zip(flat[part], slots.unbind(), mean.unbind(), strict=True):
             buffer.index_copy_(0, slot, written)
     bias, flat_slots = board.slots["bias"].view(-1), (slots + board.base[part]).flatten()

@@ -15,6 +15,7 @@ from torch import Tensor
 from evictbench.budget import Budget
 from evictbench.fidelity import Text, evaluate
 from evictbench.paged import PagedCache
+from evictbench.paged_means import absorb
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.scorer import Scorer
 from evictbench.policy import ModelShape
@@ -238,3 +239,34 @@ def test_bounded_holds_the_budget_and_a_chunk() -> None:
         assert cache.nbytes() == cache.bytes_held
         held_at_end = [len(kept(cache, layer, head)) for layer in range(2) for head in range(2)]
         assert sum(held_at_end) / 4 <= 40 - 1 - 2
+
+
+@pytest.mark.engine
+def test_means_in_bfloat16_go_on_moving() -> None:
+    """Many entries that drift join one mean, and it stays theirs to the last digit of its dtype. Held in
+    bfloat16 alone it would stop after some hundreds, far from there."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    policy, _ = fitted(model, centroids=1)
+    cache = PagedCache(model, policy, 16, prefill="dense", prompt_length=40)
+    feed(model, cache, random_tokens(40, 1))
+    feed(model, cache, random_tokens(1, 2))
+    (board,) = cache.contest._boards.values()
+    owners, victims = cache.shape.kv_heads, board.of_owners["newest"]
+    fronts = board.fronts[:, :owners, 0]
+    for pool in range(2):
+        board.keys[pool][fronts[pool]] = 0
+        board.values[pool][fronts[pool]] = 0
+        for name in ("rests_of_keys", "rests_of_values"):
+            board.of_owners[name][pool] = 0
+    board.of_owners["counts"].fill_(1)
+    count = 1500
+    entries = torch.linspace(0, 1, count).bfloat16()
+    for entry in entries:
+        for pool in range(2):
+            board.keys[pool][victims[pool]] = entry
+            board.values[pool][victims[pool]] = 2 * entry
+        absorb(policy, board, slice(0, owners), victims, torch.ones_like(victims, dtype=torch.bool))
+    mean = float(entries.double().sum()) / (count + 1)
+    for pool in range(2):
+        for held, wanted in ((board.keys, mean), (board.values, 2 * mean)):
+            assert (held[pool][fronts[pool]].double() / wanted - 1).abs().max() < 2**-8
