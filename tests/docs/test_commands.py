@@ -121,7 +121,9 @@ class Evictbench:
         weights = value_of(words, "--weights")
         if "--model" not in words and ((policy not in LEARNED and not policy.startswith("kvpop")) or weights):
             words = with_value(words, "--model", self.tiny)
-        if value_of(words, "--suite") != "fidelity":
+        if value_of(words, "--suite") == "fidelity":
+            words = with_value(words, "--context", "400")
+        else:
             words = with_value(words, "--max-new-tokens", "2")
         self.ends_well(with_value(words, "--limit", "1"), weights)
 
