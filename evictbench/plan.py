@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evictbench import devices, models, records, tasks, thinking, weights
 from evictbench.errors import UserError
+from evictbench.identity import identity_of
 from evictbench.policy import ModelShape
 from evictbench.prompts import Planned, Prompts
 from evictbench.settings import Checked, Settings, check
@@ -141,15 +142,20 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None,
         **({"thinking": (thoughts.on, own_thinking)} if thoughts.on != own_thinking else {}),
         **_limit_differs(settings, checked, loaded),
     }
-    identity = _identity(settings, checked, prepared, loaded, policy, chat, thoughts, differs) | {
-        "model": model,
-        "weights": models.weights_hash(source),
-        "dtype": dtype,
-    }
-    if trained is not None:
-        identity["policy"]["weights"] = trained.identity
-    if policy.ragged:
-        identity["policy"]["stated_length"] = policy.stated_length
+    identity = identity_of(
+        settings,
+        checked,
+        policy,
+        trained,
+        suite_tasks={name: tasks.version_of(task) for name, task in loaded.items()},
+        data=prepared.data,
+        model=model,
+        model_weights=models.weights_hash(source),
+        dtype=dtype,
+        chat=chat,
+        thoughts=thoughts.on,
+        differs=differs,
+    )
     folder = records.run_folder(
         settings.out,
         checked.suite.name,
@@ -270,45 +276,3 @@ def _prepare(
         reasons = " ".join(prepared.skipped.values())
         raise UserError(f"No task of {checked.suite.name} can be run. {reasons}".strip())
     return prepared
-
-
-def _identity(
-    settings: Settings,
-    checked: Checked,
-    prepared: PreparedSuite,
-    loaded: Mapping[str, ConfigurableTask],
-    policy: Policy,
-    chat: bool,
-    thoughts: thinking.Thinking,
-    differs: Differences,
-) -> dict[str, Any]:
-    chosen = checked.protocol
-    mode = policy.prefill if settings.prefill == "native" else settings.prefill
-    return {
-        "suite": checked.suite.name,
-        "tasks": {name: tasks.version_of(task) for name, task in loaded.items()},
-        "data": dict(prepared.data),
-        "policy": {
-            "name": checked.chosen.name,
-            "label": checked.chosen.label,
-            "settings": checked.chosen.settings,
-            "source": checked.chosen.source,
-        },
-        "budget": None if checked.budget is None else str(checked.budget),
-        "protocol": {
-            "name": chosen.name,
-            "context": checked.context,
-            "question": chosen.question,
-            "chat": chat,
-            "thoughts": thoughts.on,
-            **asdict(chosen.sampling),
-            "max_new_tokens": settings.max_new_tokens,
-            "card_limit": chosen.preset.max_new_tokens,
-            "prefill": settings.prefill,
-            # The chunk changes what a bounded prefill evicts, and what such a policy does.
-            "chunk": settings.chunk if (mode == "bounded" or policy.chunked) and checked.budget is not None else None,
-            # How many repeats there are is no part of what a sample is: more of them extend a run.
-            "differs": sorted(differs.keys() - {"repeats"}),
-        },
-        "seed": settings.seed,
-    }
