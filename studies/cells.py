@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from evictbench import environment, models, records, registry
+from evictbench import records, registry
 from evictbench.errors import UserError
 from evictbench.plan import Plan, make_plan
-from evictbench.run import TextGenerator, run_plan
+from evictbench.run import TextGenerator, load_generator, load_model, run_plan
 from evictbench.settings import Settings
 
 if TYPE_CHECKING:
@@ -105,10 +105,8 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
     todo = [key for key in _keys(cells) if any(key not in done for done in finished_keys)]
     if not todo:
         return True
-    plan = cells[0].plan
     say("loading the weights")
-    settings = plan.settings
-    model = models.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+    model = load_model(cells[0].plan)
     from studies.replay import DenseRuns
 
     runs = DenseRuns(model, block)
@@ -137,37 +135,29 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
 
 
 def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[TextGenerator, str]:
+    """An ordinary run's generator of a model that is here, fed from recordings."""
     from evictbench.generation import Generator
     from evictbench.suites.fidelity.generator import Forced
     from studies.replay import ReplayingFeeder
 
-    settings = plan.settings
+    generator, device = load_generator(plan, lambda _: model)
     feeder = ReplayingFeeder(
         model,
         plan.policy,
         plan.checked.budget,
-        prefill=settings.prefill,
-        chunk=settings.chunk,
+        prefill=plan.settings.prefill,
+        chunk=plan.settings.chunk,
         runs=runs,
         label=plan.checked.chosen.label,
     )
-    if plan.checked.suite.generator is not None:
-        forced = Forced(plan, model)
-        forced.comparison.feeder = feeder
-        forced.comparison.dense_passes = runs.dense_passes
-        return forced, environment.device_of(model)
-    generator = Generator(
-        model,
-        plan.tokenizer,
-        plan.policy,
-        plan.checked.budget,
-        prefill=settings.prefill,
-        chunk=settings.chunk,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-    )
-    generator.feeder = feeder
-    return generator, environment.device_of(model)
+    if isinstance(generator, Forced):
+        generator.comparison.feeder = feeder
+        generator.comparison.dense_passes = runs.dense_passes
+    elif isinstance(generator, Generator):
+        generator.feeder = feeder
+    else:
+        raise UserError(f"Cells of {plan.checked.suite.name} cannot share dense runs: run them one by one.")
+    return generator, device
 
 
 def _keys(cells: Sequence[Cell]) -> list[records.Key]:
