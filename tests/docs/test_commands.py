@@ -15,6 +15,8 @@ import pytest
 from pages import PAGES, ROOT, blocks, commands
 from typer.main import get_command
 
+from evictbench.errors import UserError
+
 LEARNED = ("kvpop", "dms", "indexmem_pp", "distillcache")
 NOT_HERE = re.compile(r"^[A-Za-z]+/\w+-[\w.-]+$|^cuda:\d|^kvpop-")
 """Hub models, GPUs, weights that are trained for hours."""
@@ -192,3 +194,44 @@ class Evictbench:
             assert any(name in error for name in missing) or "GPU" in error, error
         else:
             assert code == 0, (out[-2000:], error[-2000:])
+
+
+def spoken():
+    """Commands inside sentences, `evictbench run --limit 5`, with their page."""
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for words in re.findall(r"`evictbench ([a-z]+(?: [^`]+)?)`", prose):
+            yield f"{page.name}: {words}", words.split()
+
+
+@pytest.mark.parametrize(("name", "words"), [pytest.param(*pair, id=pair[0]) for pair in spoken()])
+def test_commands_in_sentences_have_these_options(name, words):
+    from evictbench.cli import app
+
+    assert words[0] in get_command(app).commands
+    check_options(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "evictbench run --polcy h2o --budget 256 --suite ruler",
+        "evictbench run --policy h3o --budget 256 --suite ruler --tasks niah_single_1",
+        "evictbench run --policy h2o --budget 256 --suite ruler --tasks nih_single_1",
+        "evictbench sweep --policies h2o:gruop=max --budgets 64 --suites ruler --context 512",
+        "evictbench list polices",
+        "evictbench trace --policies h2o,kvpop --contexts 2048 --model shape:qwen3-8b",
+        "evictbench run --policy h2o --budget 256 --suite rulr --model Qwen/Qwen3-8B",
+        "python -m benchmarks.nothing",
+        "make nothing",
+        "curl somewhere",
+    ],
+)
+def test_wrong_lines_are_found(line, request, desk, tiny, capsys):
+    """What these checks are worth: each of these would stand in no page for long."""
+    from pages import Command
+
+    request_main = request.getfixturevalue("main")
+    wrong = Command(ROOT / "README.md", 1, (), tuple(line.split()))
+    with pytest.raises((AssertionError, UserError)):
+        test_command(wrong, request, desk, tiny, request_main)
