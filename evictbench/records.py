@@ -21,12 +21,9 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evictbench.errors import UserError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 RESULTS_VERSION = 1
 """Raised when the same command would give other scores than before; results of two versions never mix."""
@@ -168,38 +165,6 @@ def read_samples(path: Path) -> dict[Key, dict[str, Any]]:
     return _read_samples(path / SAMPLES)[0]
 
 
-def read_runs(root: Path) -> pd.DataFrame:
-    """Every sample under `root`, which may be a results root, one cell, or anything between; one row each.
-
-    Columns: `suite`, `model`, `policy` (with its settings), `budget`, `fingerprint`, `folder`, the protocol
-    (`protocol` is its name; `context`, `question`, `temperature`, `differs`, ...), `dtype`, `seed`, then what the line
-    holds. Prompt ids stay on disk: `prompt_ids(line)` unpacks them.
-    """
-    import pandas as pd
-
-    if not root.is_dir():
-        raise UserError(f"There is no folder {root}.")
-    found = sorted(file for file in root.rglob(RUN) if not _is_hidden(file.relative_to(root)))
-    if not found:
-        raise UserError(f"{root} is not a folder of evictbench results: there is no {RUN} in it.")
-    rows = []
-    for file in found:
-        run = read_run(file.parent)
-        identity = run["identity"]
-        common = {
-            **{name: identity[name] for name in ("suite", "model", "budget", "dtype", "seed")},
-            **{name: value for name, value in identity["protocol"].items() if name not in ("name", "differs")},
-            "protocol": identity["protocol"].get("name"),
-            "differs": ", ".join(identity["protocol"].get("differs", ())),
-            "policy": identity["policy"]["label"],
-            "fingerprint": run["fingerprint"],
-            "folder": str(file.parent),
-        }
-        for line in read_samples(file.parent).values():
-            rows.append(common | {name: value for name, value in line.items() if name != "prompt_ids"})
-    return pd.DataFrame(rows)
-
-
 def key_of(line: Mapping[str, Any]) -> Key:
     """Which sample a line is."""
     return line["task"], line["doc_id"], line["repeat"]
@@ -253,11 +218,6 @@ def _is_run(file: Path) -> bool:
         return bool({"results_version", "fingerprint", "identity", "sessions"} <= content.keys())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _is_hidden(path: Path) -> bool:
-    """Inside a folder whose name begins with a dot: a part of a cell that is not merged into it yet."""
-    return any(name.startswith(".") for name in path.parts[:-1])
 
 
 def _plain(name: str) -> str:

@@ -9,6 +9,7 @@ import time
 import pytest
 from fake_plugins import make_model
 
+import evictbench
 from evictbench import cli, records
 
 
@@ -80,7 +81,7 @@ def test_a14_occupancy_stays_within_the_budget_for_every_policy(main, model, tmp
     line = f"run --suite toy --policy {policy} --limit 3 --batch-size 2 --chunk 16 --model {model} --prefill {prefill}"
     main(f"{line} --budget 40")
     main(f"{line} --budget 50%")
-    frame = records.read_runs(tmp_path / "results" / "runs")
+    frame = evictbench.results(tmp_path / "results" / "runs")
     assert len(frame) == 12
     decoded = frame[frame["decode_steps"] > 0]
     absolute, share = (decoded[decoded["budget"] == budget] for budget in ("40", "50%"))
@@ -96,7 +97,7 @@ def test_b3_the_kept_set_depends_on_the_question_only_where_it_is_seen(main, mod
     line = f"run --suite toy --policy snapkv:window=8 --budget 24 --limit 8 --model {model}"
     main(f"{line} --question unseen")
     main(f"{line} --question seen")
-    frame = records.read_runs(tmp_path / "results" / "runs")
+    frame = evictbench.results(tmp_path / "results" / "runs")
     frame = frame.set_index(["task", "doc_id"]).sort_index()
     unseen, seen = (frame[frame["question"] == name] for name in ("unseen", "seen"))
     assert len(unseen) == len(seen) == 16

@@ -9,6 +9,7 @@ import pytest
 
 from evictbench import records
 from evictbench.errors import UserError
+from evictbench.results_frame import read_results
 
 IDENTITY = {
     "suite": "toy",
@@ -244,37 +245,23 @@ def test_token_ids_are_packed_and_unpacked():
     assert records.hash_ids(ids) == records.hash_ids(tuple(ids)) != records.hash_ids(ids[::-1])
 
 
-def test_read_runs_gives_one_row_per_sample_with_what_was_run(tmp_path):
-    make(tmp_path, [line(0, prompt_ids="x"), line(1, score=0.25)])
-    other = IDENTITY | {"budget": "10%"}
-    make(tmp_path, [line(0)], other)
-    frame = records.read_runs(tmp_path)
-    assert len(frame) == 3
-    assert set(frame["budget"]) == {"25%", "10%"}
-    assert set(frame["policy"]) == {"hoard:size=4"}
-    assert set(frame["question"]) == {"unseen"}
-    assert sorted(frame[frame["budget"] == "25%"]["score"]) == [0.25, 1.0]
-    assert "prompt_ids" not in frame.columns
-    assert len(records.read_runs(folder_for(tmp_path))) == 2
-
-
-def test_read_runs_names_the_protocol_and_what_differs_from_it(tmp_path):
+def test_read_back_it_names_the_protocol_and_what_differs_from_it(tmp_path):
     protocol = IDENTITY["protocol"] | {"name": "kvpop", "temperature": 0.6, "differs": ["question", "temperature"]}
     make(tmp_path, [line(0, repeat=3, thinking="closed")], IDENTITY | {"protocol": protocol})
-    (row,) = records.read_runs(tmp_path).to_dict("records")
+    (row,) = read_results(tmp_path).to_dict("records")
     assert (row["protocol"], row["differs"], row["temperature"]) == ("kvpop", "question, temperature", 0.6)
     assert (row["repeat"], row["thinking"]) == (3, "closed")
     assert "name" not in row
 
 
-def test_read_runs_refuses_what_is_not_ours(tmp_path):
+def test_read_back_no_folder_of_others_is_taken(tmp_path):
     with pytest.raises(UserError, match="There is no folder"):
-        records.read_runs(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="not a folder of evictbench results"):
-        records.read_runs(tmp_path)
+        read_results(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="There are no results in"):
+        read_results(tmp_path)
     (tmp_path / "run.json").write_text('{"lr": 0.1}')
     with pytest.raises(UserError, match="not the record of an evictbench run"):
-        records.read_runs(tmp_path)
+        read_results(tmp_path)
 
 
 def test_results_of_a_newer_evictbench_are_not_guessed_at(tmp_path):

@@ -8,6 +8,7 @@ from doing import Here, Watch
 
 from evictbench import records, run
 from evictbench.errors import UserError
+from evictbench.results_frame import read_results
 from evictbench.settings import Settings
 from evictbench.sweep import FAILURE, plan_cells, sweep
 from evictbench.sweep_estimate import estimate
@@ -140,7 +141,7 @@ def test_shards_deal_out_documents_and_are_merged_exactly_once(grid):
         seen.append(job.title)
         if job.cell == 1 and job.shard == 2:
             assert len(shard_folders(job.cell_folder)) == 3
-            frame = records.read_runs(job.cell_folder.parent)
+            frame = read_results(job.cell_folder.parent)
             assert set(frame["folder"]) == {str(cells[0].plan.folder)}
 
     here.before = look
