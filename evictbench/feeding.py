@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.foresight import watch_dense_run, write_on
+from evictbench.foresight import Everything, watch_dense_run
 from evictbench.paged import PagedCache
 
 if TYPE_CHECKING:
@@ -125,3 +125,24 @@ class Feeder:
             )
         logits: Tensor = output.logits
         return logits
+
+
+def write_on(model: PreTrainedModel, prompt: Sequence[int], most: int, feeder: Feeder | None = None) -> list[int]:
+    """How the model answers a prompt, greedily and with nothing evicted: at most `most` tokens, its end left out.
+
+    feeder: one for the full cache, if there is one.
+    """
+    if most < 1:
+        return []
+    feeder = feeder or Feeder(model, Everything(), None)
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else [ends]
+    written: list[int] = []
+    with torch.no_grad():
+        cache, logits = feeder.read(prompt)
+        while (token := int(logits.argmax())) not in ends:
+            written.append(token)
+            if len(written) == most:
+                break
+            logits = feeder.feed(cache, [[token]], [len(prompt) + len(written) - 1])[0, -1]
+    return written

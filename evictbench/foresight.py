@@ -14,8 +14,6 @@ from evictbench.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.feeding import Feeder
-
 Watch = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """Hears of every layer: its number, query `[1, heads, tokens, head_dim]` and key `[1, kv_heads, tokens, head_dim]`,
 both rotated, the value, and the scaling of query times key."""
@@ -32,30 +30,6 @@ class Everything(Policy):
     paper = "-"
     needs_budget = False
     shares = "model"
-
-
-def write_on(model: PreTrainedModel, prompt: Sequence[int], most: int, feeder: Feeder | None = None) -> list[int]:
-    """How the model answers a prompt, greedily and with nothing evicted: at most `most` tokens, its end left out.
-
-    feeder: one for the full cache, if there is one.
-    """
-    if most < 1:
-        return []
-    if feeder is None:
-        from evictbench.feeding import Feeder
-
-        feeder = Feeder(model, Everything(), None)
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
-    written: list[int] = []
-    with torch.no_grad():
-        cache, logits = feeder.read(prompt)
-        while (token := int(logits.argmax())) not in ends:
-            written.append(token)
-            if len(written) == most:
-                break
-            logits = feeder.feed(cache, [[token]], [len(prompt) + len(written) - 1])[0, -1]
-    return written
 
 
 def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch) -> None:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from evictbench.attention import attend
-from evictbench.feeding import Feeder
-from evictbench.foresight import Everything, Watch, watch_dense_run, write_on
+from evictbench.feeding import Feeder, write_on
+from evictbench.foresight import Everything, Watch, watch_dense_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
