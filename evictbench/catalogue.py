@@ -117,13 +117,17 @@ def checks() -> list[Row]:
     return [{name: getattr(check, name) for name in ("name", "status", "sentence", "remedy")} for check in report()]
 
 
-def show(rows: Sequence[Row], as_json: bool) -> None:
-    """Print rows as a table, or as JSON."""
+def show(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
+    """Print rows as a table, or as JSON; quiet: the names alone, one a line."""
     from rich import box
     from rich.table import Table
 
     if as_json:
         return _print_json(rows)
+    if quiet:
+        for row in rows:
+            print(row["name"])
+        return None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
@@ -133,12 +137,13 @@ def show(rows: Sequence[Row], as_json: bool) -> None:
     console_for(stderr=False).print(table)
 
 
-def show_checks(rows: Sequence[Row], as_json: bool) -> None:
-    """Print what the doctor found, one line each, with what to do below it; or as JSON."""
+def show_checks(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
+    """Print what the doctor found, one line each, with what to do below it; or as JSON; quiet: what is not in order."""
     if as_json:
         return _print_json(rows)
     console = console_for(stderr=False)
     width = max(len(row["name"]) for row in rows)
+    rows = [row for row in rows if not quiet or row["status"] != "ok"]
     colours = {"ok": "green", "warn": "yellow", "missing": "red"}
     for row in rows:
         status = f"[{colours[row['status']]}]{row['status']:<7}[/]"
@@ -155,14 +160,19 @@ def _print_json(rows: Sequence[Row]) -> None:
     print(json.dumps(list(rows), indent=2, ensure_ascii=False))
 
 
-def console_for(stderr: bool) -> Console:
-    """A console that keeps tables whole where it does not write to a terminal."""
+def console_for(stderr: bool, quiet: bool = False) -> Console:
+    """A console that keeps tables whole where it does not write to a terminal; quiet: one that writes nothing."""
     from rich.console import Console
 
-    console = Console(stderr=stderr)
+    console = Console(stderr=stderr, quiet=quiet)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(stderr=stderr, width=PIPE_WIDTH)
+        console = Console(stderr=stderr, width=PIPE_WIDTH, quiet=quiet)
     return console
+
+
+def loud(console: Console) -> Console:
+    """The console for warnings, which a quiet one would not write."""
+    return console_for(stderr=True) if console.quiet else console
 
 
 def _cell(value: Any) -> str:

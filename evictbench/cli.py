@@ -110,14 +110,15 @@ def run(
     out: options.Out = Path("results/runs"),
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Run one model on one suite under one policy and budget; what is finished is not run again."""
-    given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.run_command import run_and_show
     from evictbench.settings import Settings
 
-    raise typer.Exit(run_and_show(Settings(**given), as_json))
+    raise typer.Exit(run_and_show(Settings(**given), as_json, quiet))
 
 
 @app.command(epilog=f"Example: {SWEEP_EXAMPLE}")
@@ -172,6 +173,7 @@ def sweep(
     out: options.Out = Path("results/runs"),
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Run every policy at every budget on every suite, the full cache beside them; finished cells are not run again."""
@@ -221,14 +223,15 @@ def trace(
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Measure time and memory of policies beside the full cache, step by step; finished cells are not run again."""
-    given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.trace_command import trace_and_show
     from evictbench.trace_settings import Settings
 
-    raise typer.Exit(trace_and_show(Settings(**given), as_json))
+    raise typer.Exit(trace_and_show(Settings(**given), as_json, quiet))
 
 
 @app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
@@ -273,14 +276,15 @@ def train(
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Train a learned policy's weights; the same command again goes on where it was stopped."""
-    given = {name: value for name, value in locals().items() if name not in ("as_json", "debug")}
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.train_command import train_and_show
     from evictbench.train_settings import Settings
 
-    raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json))
+    raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json, quiet))
 
 
 app.command(epilog=f"Example: {PLOT_EXAMPLE}")(plot)

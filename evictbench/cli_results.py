@@ -16,6 +16,8 @@ GATE_EXAMPLE = "evictbench gate results/runs --baseline results/main --junit gat
 LIST_EXAMPLE = "evictbench list policies"
 DOCTOR_EXAMPLE = "evictbench doctor"
 
+Names = Annotated[bool, typer.Option("--quiet", help="The names alone, one a line.")]
+
 listing = typer.Typer(
     help="What can be named on the command line: policies, suites, models; and the published numbers.",
     epilog=f"Example: {LIST_EXAMPLE}",
@@ -52,13 +54,17 @@ def plot(
         str, typer.Option("--format", help="Pictures: png, svg; the same numbers as text: table, csv, latex, markdown.")
     ] = "png,svg",
     out: Annotated[Path, typer.Option(help="Folder for pictures.")] = Path("results/plots"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, and draw nothing.")] = False,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Draw results and traces, or print the numbers that the pictures show."""
-    given = {name: value for name, value in locals().items() if name not in ("form", "where", "debug")}
+    given = {
+        name: value for name, value in locals().items() if name not in ("form", "where", "as_json", "quiet", "debug")
+    }
     from evictbench.plot import Request, plot_and_show
 
-    raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form)))
+    raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form), as_json, quiet))
 
 
 def report(
@@ -81,13 +87,15 @@ def report(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
     ] = None,
+    quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
     """Write results into one HTML file that opens from the disk: leaderboard, plots, samples, protocols, warnings."""
-    given = {name: value for name, value in locals().items() if name not in ("trace", "where", "debug")}
+    given = {name: value for name, value in locals().items() if name not in ("trace", "where", "quiet", "debug")}
     from evictbench.report import Request, report_and_show
 
-    raise typer.Exit(report_and_show(Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))))
+    request = Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))
+    raise typer.Exit(report_and_show(request, quiet))
 
 
 def gate(
@@ -130,41 +138,44 @@ def gate(
         Path | None, typer.Option(help="Write Markdown to this file; on GitHub the step summary gets it too.")
     ] = None,
     as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No table: the verdict, and what fails.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """Fail where a policy got worse, a result changed, or a paper's number is not reached. Exit code 1: it fails; 2:
     the runs cannot be used for it."""
     lists = ("trace", "baseline_trace", "where")
-    given = {name: value for name, value in locals().items() if name not in (*lists, "lists", "as_json", "debug")}
+    given = {
+        name: value for name, value in locals().items() if name not in (*lists, "lists", "as_json", "quiet", "debug")
+    }
     from evictbench.gate import Request, gate_and_show
 
     traces, others = tuple(trace or ()), tuple(baseline_trace or ())
     request = Request(**given, traces=traces, baseline_traces=others, where=tuple(where or ()))
-    raise typer.Exit(gate_and_show(request, as_json))
+    raise typer.Exit(gate_and_show(request, as_json, quiet))
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")
-def list_policies(as_json: options.Json = False) -> None:
+def list_policies(as_json: options.Json = False, quiet: Names = False) -> None:
     """The eviction policies, with their settings."""
     from evictbench import catalogue
 
-    catalogue.show(catalogue.policies(), as_json)
+    catalogue.show(catalogue.policies(), as_json, quiet)
 
 
 @listing.command("suites", epilog="Example: evictbench list suites --json")
-def list_suites(as_json: options.Json = False) -> None:
+def list_suites(as_json: options.Json = False, quiet: Names = False) -> None:
     """The suites, with their tasks."""
     from evictbench import catalogue
 
-    catalogue.show(catalogue.suites(), as_json)
+    catalogue.show(catalogue.suites(), as_json, quiet)
 
 
 @listing.command("models", epilog="Example: evictbench list models")
-def list_models(as_json: options.Json = False) -> None:
+def list_models(as_json: options.Json = False, quiet: Names = False) -> None:
     """Models to start with; any other may be named by its folder or hub id."""
     from evictbench import catalogue
 
-    catalogue.show(catalogue.models(), as_json)
+    catalogue.show(catalogue.models(), as_json, quiet)
 
 
 @listing.command("published", epilog="Example: evictbench list published --policy kvpop --suite aime")
@@ -182,11 +193,14 @@ def list_published(
     catalogue.show(catalogue.published(policy, paper, suite, whole=as_json), as_json)
 
 
-def doctor(as_json: options.Json = False) -> None:
+def doctor(
+    as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not in order.")] = False,
+) -> None:
     """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
     from evictbench import catalogue
 
     checks = catalogue.checks()
-    catalogue.show_checks(checks, as_json)
+    catalogue.show_checks(checks, as_json, quiet)
     if any(check["status"] == "missing" for check in checks):
         raise typer.Exit(1)

@@ -77,13 +77,14 @@ class Request:
     markdown: Path | None = None
 
 
-def gate_and_show(request: Request, as_json: bool = False) -> int:
-    """Ask, show what was found, write the files; the exit code."""
+def gate_and_show(request: Request, as_json: bool = False, quiet: bool = False) -> int:
+    """Ask, show what was found (quiet: the verdict and what fails), write the files; the exit code."""
     from evictbench import gate_show
 
     _check(request)
     found = findings(request)
-    print(gate_show.as_json(found) if as_json else gate_show.as_table(found))
+    shown = gate_show.as_json if as_json else gate_show.in_short if quiet else gate_show.as_table
+    print(shown(found))
     if request.junit is not None:
         _write(request.junit, gate_show.as_junit(found))
     if request.markdown is not None:

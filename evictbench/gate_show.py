@@ -47,6 +47,11 @@ def as_table(found: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", *legend, *said, "", verdict(found)])
 
 
+def in_short(found: Sequence[Finding]) -> str:
+    """The sentences of what fails, and the verdict."""
+    return "\n".join([*(f"{one.status}: {_named(one)}: {one.why}" for one in found if one.fails), verdict(found)])
+
+
 def as_markdown(found: Sequence[Finding]) -> str:
     """A heading with the verdict, the sentences that matter, and the table."""
     lines = [f"### evictbench gate: {verdict(found)}", ""]

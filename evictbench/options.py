@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and no table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors alone: no progress, no hints.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 Tasks = Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated. Default: the suite's set.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,11 +72,11 @@ class Drawing:
         return self.draw(shortened(self.numbers))
 
 
-def plot_and_show(request: Request) -> int:
-    """Write the pictures or print the numbers; the exit code."""
+def plot_and_show(request: Request, as_json: bool = False, quiet: bool = False) -> int:
+    """Write the pictures or print the numbers, as JSON if need be; the exit code. quiet: not where pictures went."""
     forms = _formats(request.format)
     names = _figures(request)
-    if set(forms) & set(PICTURES):
+    if set(forms) & set(PICTURES) and not as_json:
         _check_out(request.out)
     found = list(drawings(request, names, _say))
     texts = [form for form in forms if form in plot_print.TEXTS]
@@ -84,6 +85,9 @@ def plot_and_show(request: Request) -> int:
         for number, drawing in enumerate(found)
         if not any(drawing.numbers.equals(earlier.numbers) for earlier in found[:number])
     ]
+    if as_json:
+        print(plot_print.as_json([(drawing.name, drawing.title, drawing.numbers) for drawing in printed]))
+        return 0
     for drawing in printed:
         for form in texts:
             if len(printed) > 1 and form in ("csv", "markdown"):
@@ -91,7 +95,10 @@ def plot_and_show(request: Request) -> int:
             print(plot_print.as_text(drawing.numbers, form, drawing.title))
             print()
     for file in _write(found, [form for form in forms if form in PICTURES], request.out):
-        print(f"written to {file}")
+        if not quiet:
+            print(f"written to {file}")
+    if not quiet and set(forms) & set(PICTURES) and not is_trace(request.folder):
+        print(f"next: evictbench report {shlex.quote(str(request.folder))}")
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +25,22 @@ def as_text(frame: pd.DataFrame, form: str, title: str) -> str:
     if form == "markdown":
         return _markdown(names, rows, numbers)
     return _table(names, rows, numbers, title)
+
+
+def as_json(figures: Sequence[tuple[str, str, pd.DataFrame]]) -> str:
+    """Figures of a name, a title, a frame: a list with the rows of each, to 15 decimals, or null."""
+    return json.dumps(
+        [
+            {
+                "name": name,
+                "title": title,
+                "rows": json.loads(_without_empty(frame).to_json(orient="records", double_precision=15)),
+            }
+            for name, title, frame in figures
+        ],
+        indent=2,
+        ensure_ascii=False,
+    )
 
 
 def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:

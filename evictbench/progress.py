@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from evictbench.catalogue import loud
 from evictbench.summary import tokens_per_second
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class ProgressLine:
         self.bar: TaskID | None = None
 
     def __enter__(self) -> ProgressLine:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             from rich.progress import BarColumn, Progress, TextColumn
 
             self.live = Progress(
@@ -76,7 +77,7 @@ class ProgressLine:
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the line."""
-        self.console.print(f"[yellow]warning:[/] {_plain(sentence)}", highlight=False, soft_wrap=True)
+        loud(self.console).print(f"[yellow]warning:[/] {_plain(sentence)}", highlight=False, soft_wrap=True)
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
         """Begin to count."""

@@ -47,15 +47,17 @@ class Request:
         return plot.Request(self.folder, **filters)
 
 
-def report_and_show(request: Request) -> int:
-    """Write the file, and say where it is and what it warns of; the exit code."""
+def report_and_show(request: Request, quiet: bool = False) -> int:
+    """Write the file, and say what it warns of and, if not quiet, where it is; the exit code."""
     _check(request)
     page, warnings = build(request)
     data = page.encode("utf-8", errors="replace")
     _write(request.out, data)
     for sentence in warnings:
         print(f"warning: {sentence}", file=sys.stderr)
-    print(f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
+    if not quiet:
+        print(f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
+        print("next: open it in a browser")
     return 0
 
 

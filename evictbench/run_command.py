@@ -22,13 +22,15 @@ if TYPE_CHECKING:
     from evictbench.settings import Settings
 
 
-def run_and_show(settings: Settings, as_json: bool) -> int:
-    """Run a cell on the terminal; the exit code. Results go to stdout, progress and warnings to stderr."""
+def run_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
+    """Run a cell on the terminal; the exit code. Results go to stdout, progress and warnings to stderr; quiet: neither
+    progress nor hints."""
     quieten()
-    report = console_for(stderr=as_json)
+    report = console_for(stderr=as_json, quiet=quiet and as_json)
+    words = console_for(stderr=as_json, quiet=quiet)
 
     def say(text: str) -> None:
-        report.print(text, markup=False, highlight=False, soft_wrap=True)
+        words.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def describe(plan: Plan, finished: int) -> None:
         say("run:")
@@ -36,7 +38,7 @@ def run_and_show(settings: Settings, as_json: bool) -> int:
             say(f"  {heading:<9} {text}")
 
     try:
-        with ProgressLine(console_for(stderr=True), describe) as progress:
+        with ProgressLine(console_for(stderr=True, quiet=quiet), describe) as progress:
             outcome = run(settings, progress)
     except KeyboardInterrupt:
         print("Stopped before the first sample.", file=sys.stderr)

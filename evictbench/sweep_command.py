@@ -28,13 +28,14 @@ EXECUTORS = ("local", "ray")
 
 @dataclass(frozen=True)
 class How:
-    """How a sweep is run. gpus_per_cell: None for one where there are any."""
+    """How a sweep is run. gpus_per_cell: None for one where there are any. quiet: no progress, no hints."""
 
     executor: str = "local"
     shards: int = 1
     gpus_per_cell: float | None = None
     skip_impossible: bool = False
     dry_run: bool = False
+    quiet: bool = False
     debug: bool = False
 
 
@@ -47,14 +48,14 @@ def sweep_and_show(file: Path | None, words: Mapping[str, Any], how: How, as_jso
     from evictbench.sweep_table import SweepTable
 
     try:
-        with SweepTable(console_for(stderr=True)) as table:
+        with SweepTable(console_for(stderr=True, quiet=how.quiet)) as table:
             cells, impossible = plan_cells(settings, table.phase)
     except KeyboardInterrupt:
         print("Stopped before the first sample.", file=sys.stderr)
         return 130
-    report = console_for(stderr=as_json)
+    report = console_for(stderr=as_json, quiet=how.quiet and as_json)
     if how.dry_run:
-        _show_dry_run(cells, impossible, report, as_json)
+        _show_dry_run(cells, impossible, report, as_json, how.quiet)
     if impossible and not how.skip_impossible:
         raise UserError(_refusal(impossible, len(cells) + len(impossible)))
     return 0 if how.dry_run else _run(cells, impossible, executor, how, report, as_json)
@@ -71,7 +72,7 @@ def _run(
     from evictbench.sweep import FAILURE, sweep
     from evictbench.sweep_table import SweepTable, as_data, result_table
 
-    console = console_for(stderr=True)
+    console = console_for(stderr=True, quiet=how.quiet)
     stopped = False
     with SweepTable(console) as table:
         for one in impossible:
@@ -97,7 +98,10 @@ def _run(
     if failed:
         print(f"{failed} of {len(cells)} cells failed. To try them again: {command}", file=sys.stderr)
         return 1
-    report.print(f"written to {cells[0].plan.settings.out}", markup=False, highlight=False, soft_wrap=True)
+    folder = cells[0].plan.settings.out
+    for text in (f"written to {folder}", f"next: evictbench plot {shlex.quote(str(folder))}"):
+        if not how.quiet:
+            report.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -127,7 +131,9 @@ def _executor(settings: Sequence[Settings], how: How) -> tuple[Executor, list[Se
     return LocalWorkers(found), [replace(one, device=found[0].device) for one in settings]
 
 
-def _show_dry_run(cells: Sequence[Cell], impossible: Sequence[Impossible], report: Console, as_json: bool) -> None:
+def _show_dry_run(
+    cells: Sequence[Cell], impossible: Sequence[Impossible], report: Console, as_json: bool, quiet: bool
+) -> None:
     from evictbench.progress import duration
     from evictbench.sweep_estimate import estimate
     from evictbench.sweep_table import as_data, dry_table
@@ -144,6 +150,8 @@ def _show_dry_run(cells: Sequence[Cell], impossible: Sequence[Impossible], repor
         report.print(text, markup=False, highlight=False, soft_wrap=True)
 
     report.print(dry_table(cells, estimates, impossible))
+    if quiet:
+        return
     samples = sum(found.samples for found in estimates)
     seconds = sum(found.seconds for found in estimates)
     say(

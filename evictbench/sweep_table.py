@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from evictbench.catalogue import loud
 from evictbench.progress import EVERY, duration
 from evictbench.sweep_job import ANSWERING
 from evictbench.table import human_bytes
@@ -35,7 +36,7 @@ class SweepTable:
         self.warned: set[str] = set()
 
     def __enter__(self) -> SweepTable:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             from rich.live import Live
 
             self.live = Live(console=self.console, transient=True, refresh_per_second=4)
@@ -59,7 +60,9 @@ class SweepTable:
         """Write a warning above the table, once."""
         if sentence not in self.warned:
             self.warned.add(sentence)
-            self._print(f"warning: {sentence}", "yellow")
+            loud(self.console).print(
+                f"warning: {sentence}", markup=False, highlight=False, soft_wrap=True, style="yellow"
+            )
 
     def show(self, progress: Progress) -> None:
         """Bring the table up to date; in a file, say how far the running cells are, now and then."""
@@ -79,8 +82,8 @@ class SweepTable:
             how = cell.sentence if cell.state == "failed" else f"{cell.done}/{cell.total} samples, score {score}"
             self._print(f"{cell.state}: {cell.title}: {how}")
 
-    def _print(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def live_table(progress: Progress, height: int) -> Table:

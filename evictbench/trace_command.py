@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 PARTS = ("attention_ms", "signals_ms", "policy_ms", "rest_ms")
 
 
-def trace_and_show(settings: Settings, as_json: bool) -> int:
-    """Trace on the terminal; the exit code. Results go to stdout, progress to stderr."""
+def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
+    """Trace on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
     quieten()
     from evictbench.trace_settings import check
 
     check(settings)
     from evictbench.trace import make_plan, trace
 
-    progress, report = console_for(stderr=True), console_for(stderr=as_json)
+    progress = console_for(stderr=True, quiet=quiet)
+    report = console_for(stderr=as_json, quiet=quiet and as_json)
+    words = console_for(stderr=as_json, quiet=quiet)
 
     def say(text: str) -> None:
-        report.print(text, markup=False, highlight=False, soft_wrap=True)
+        words.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def under_way(text: str) -> None:
         # No live display: its thread would take time from what is measured.

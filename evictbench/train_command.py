@@ -27,23 +27,24 @@ _SHOWN = 4
 _NOT_SHOWN = ("step", "tokens", "seconds", "budget", "lr", "grad_norm", "model_grad_norm")
 
 
-def train_and_show(settings: Settings, as_json: bool) -> int:
-    """Train on the terminal; the exit code. Results go to stdout, progress to stderr."""
+def train_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
+    """Train on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
     quieten()
     check(settings)  # before anything heavy is imported
     from evictbench.train import MODEL, train
 
-    report = console_for(stderr=as_json)
+    report = console_for(stderr=as_json, quiet=quiet and as_json)
+    words = console_for(stderr=as_json, quiet=quiet)
 
     def say(text: str) -> None:
-        report.print(text, markup=False, highlight=False, soft_wrap=True)
+        words.print(text, markup=False, highlight=False, soft_wrap=True)
 
     try:
-        with TrainingLine(console_for(stderr=True)) as progress:
+        with TrainingLine(console_for(stderr=True, quiet=quiet)) as progress:
             outcome = train(settings, progress)
     except KeyboardInterrupt:
-        command = shlex.join(["evictbench", *sys.argv[1:]])
-        print(f"Stopped; to go on from the last checkpoint: {command}", file=sys.stderr)
+        again = shlex.join(["evictbench", *sys.argv[1:]])
+        print(f"Stopped; to go on from the last checkpoint: {again}", file=sys.stderr)
         return 130
     if not outcome.record:  # another process tells
         return 0
@@ -54,14 +55,14 @@ def train_and_show(settings: Settings, as_json: bool) -> int:
     training = outcome.record["training"]
     for heading, numbers in (("last steps", training["last"]), ("held out", training["held_out"])):
         if numbers:
-            say(f"{heading}: {_numbers(numbers)}")
+            report.print(f"{heading}: {_numbers(numbers)}", markup=False, highlight=False, soft_wrap=True)
     say(f"written to {outcome.folder}")
     model = str(outcome.folder / MODEL) if "finetuned" in outcome.record else settings.model
-    words = ["evictbench", "run", "--policy", settings.policy, "--budget", settings.budget.split(",")[0]]
-    words += ["--model", model, "--suite", "fidelity"]
+    command = ["evictbench", "run", "--policy", settings.policy, "--budget", settings.budget.split(",")[0]]
+    command += ["--model", model, "--suite", "fidelity"]
     if outcome.learned:
-        words += ["--weights", str(outcome.folder)]
-    say(f"next: {shlex.join(words)}")
+        command += ["--weights", str(outcome.folder)]
+    say(f"next: {shlex.join(command)}")
     return 0
 
 
@@ -78,7 +79,7 @@ class TrainingLine:
         self.written = time.monotonic()
 
     def __enter__(self) -> TrainingLine:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             from rich.progress import BarColumn, Progress, TextColumn
 
             self.live = Progress(
