@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -18,6 +19,38 @@ if TYPE_CHECKING:
 
 EVERY = 15.0
 """Seconds between two plain lines."""
+
+
+class Waiting:
+    """In a file or a pipe, says what is waited for once it has taken `every` seconds, and again each time as long."""
+
+    def __init__(self, console: Console, every: float = EVERY) -> None:
+        self.console = console
+        self.every = every
+        self.timer: threading.Timer | None = None
+
+    def begin(self, text: str) -> None:
+        """Something begins, and what was waited for before has ended."""
+        self.end()
+        self._wait(text, time.monotonic())
+
+    def end(self) -> None:
+        """Nothing is waited for any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _wait(self, text: str, since: float) -> None:
+        self.timer = timer = threading.Timer(self.every, lambda: self._say(timer, text, since))
+        timer.daemon = True
+        timer.start()
+
+    def _say(self, timer: threading.Timer, text: str, since: float) -> None:
+        if self.timer is timer:
+            line = f"{text}, for {duration(time.monotonic() - since)} now"
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if self.timer is timer:  # it may have ended in the meantime
+                self._wait(text, since)
 
 
 class ProgressLine:
@@ -39,6 +72,7 @@ class ProgressLine:
         self.session: list[dict[str, float]] = []
         self.live: Progress | None = None
         self.bar: TaskID | None = None
+        self.waiting = Waiting(console)
 
     def __enter__(self) -> ProgressLine:
         if self.console.is_terminal and not self.console.quiet:
@@ -57,6 +91,7 @@ class ProgressLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.waiting.end()
         if self.live is not None:
             self.live.stop()
         elif self.session and self.written < self.began + self.elapsed():
@@ -66,6 +101,8 @@ class ProgressLine:
         """Say what is going on before the first sample."""
         if self.live is not None and self.bar is not None:
             self.live.update(self.bar, description=text)
+        else:
+            self.waiting.begin(text)
 
     def planned(self, plan: Plan, finished: int) -> None:
         """Hand over to `describe`, with the live line out of its way."""
@@ -81,6 +118,7 @@ class ProgressLine:
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
         """Begin to count."""
+        self.waiting.end()
         self.total = total
         self.done = self.before = len(finished)
         for line in finished:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pandas as pd
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from evictbench import catalogue, cli, doctor, gate_show, plot_print
 from evictbench.gate import Finding
-from evictbench.progress import ProgressLine
+from evictbench.progress import ProgressLine, Waiting
 from evictbench.sweep_table import SweepTable
 
 
@@ -118,3 +119,19 @@ def test_a_quiet_gate_says_what_fails_and_the_verdict():
 
     lines = gate_show.in_short([finding("passed", False), finding("failed", True)]).splitlines()
     assert lines == ["failed: h2o @ failed on ruler, vt, score: So.", "failed, 1 of 2 (1 passed, 1 failed)"]
+
+
+def test_in_a_pipe_a_long_wait_says_what_it_waits_for_until_it_ends(capsys):
+    waiting = Waiting(Console(stderr=True), every=0.02)
+    waiting.begin("loading the weights")
+    deadline = time.monotonic() + 20
+    said = ""
+    while said.count("\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    waiting.begin("reading")
+    waiting.end()
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+    assert said.startswith("loading the weights, for 0:00 now\nloading the weights, for 0:0")
