@@ -1,0 +1,78 @@
+"""`python -m benchmarks.queue [--quick]`: continuous batching of answers whose lengths differ 10:1.
+
+64 prompts, 8 rows, StreamingLLM at budget 128, EOS ignored, so that each answer is as long as it was told. The wall
+time of decode (prefills left out) over the total of tokens at the rate of a full batch, which is measured in the same
+run, five times in turn with the queue. Bundled model, float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.__main__ import tokens_for
+from benchmarks.sections import RESULTS, goal, replace_section
+from evictbench.budget import Budget
+from evictbench.generation import Generator, Request
+from evictbench.models import load_model, load_tokenizer, resolve
+from evictbench.registry import parse_policy
+
+ROWS = 8
+
+
+def requests(count: int, shortest: int, longest: int, prompt: int) -> list[Request]:
+    """Lengths spread evenly from the shortest to the longest, in a shuffled order that is always the same."""
+    spread = torch.linspace(shortest, longest, count).round().long()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
+    ids = tuple(tokens_for(prompt)[0].tolist())
+    return [Request(key=i, prompt=ids, border=None, max_new_tokens=int(spread[order[i]])) for i in range(count)]
+
+
+def decode_seconds(generator: Generator, asked: list[Request]) -> tuple[float, int]:
+    """Wall time without prefills, and the tokens that decode steps made (the first comes from the prefill)."""
+    began = time.perf_counter()
+    done = list(generator.run(asked))
+    wall = time.perf_counter() - began
+    return wall - sum(one.prefill_seconds for one in done), sum(len(one.tokens) - 1 for one in done)
+
+
+def main() -> None:
+    """Measure, print and write the section."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.queue", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few and short answers: only that it runs")
+    parser.add_argument("--out", type=Path, help="file of results; RESULTS.md, or none with --quick")
+    options = parser.parse_args()
+    quick = options.quick
+    torch.set_grad_enabled(False)
+    spec = resolve("smollm2")
+    model, tokenizer = load_model(spec, device="cpu", dtype="float32"), load_tokenizer(spec)
+    chosen = parse_policy("streaming_llm")
+    generator = Generator(
+        model, tokenizer, chosen.policy(chosen.config), Budget(tokens=128), prefill="bounded", batch_size=ROWS
+    )
+    generator._ends = frozenset()
+    asked = requests(12, 2, 20, 32) if quick else requests(64, 8, 80, 160)
+    full = [Request(i, asked[0].prompt, None, 8 if quick else 32) for i in range(ROWS)]
+    ratios = []
+    for _ in range(1 if quick else 5):
+        rate_seconds, rate_tokens = decode_seconds(generator, full)
+        seconds, tokens = decode_seconds(generator, asked)
+        ratios.append(seconds / (tokens * rate_seconds / rate_tokens))
+    ratio = statistics.median(ratios)
+    text = (
+        f"{len(asked)} answers of {min(r.max_new_tokens for r in asked)} to {max(r.max_new_tokens for r in asked)} "
+        f"tokens in {ROWS} rows: {ratio:.3f} of the time at a full batch's rate ({goal(ratio, '<=', 1.25)}); runs: "
+        + ", ".join(f"{value:.3f}" for value in ratios)
+        + "."
+    )
+    print(text)
+    if out := options.out or (None if quick else RESULTS):
+        replace_section(out, "Continuous batching", "python -m benchmarks.queue", text)
+
+
+if __name__ == "__main__":
+    main()
