@@ -197,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=RUNS, help="folder for the runs")
     parser.add_argument("--only", help="policies, as --policies takes them; default: all")
+    parser.add_argument("--part", default="1/1", help="1/2: only every other of these; another process takes 2/2")
     parser.add_argument("--renew", action="store_true", help=f"write the runs into the baseline, {BASELINE}")
     options = parser.parse_args(arguments)
     try:
@@ -214,10 +215,11 @@ def _run(options: argparse.Namespace) -> None:
     for name in wanted:
         if name not in POLICIES:
             raise unknown("policy", name, POLICIES)
+    part, of = (int(number) for number in options.part.split("/"))
     runner, folders = Runner(), []
     with tempfile.TemporaryDirectory() as texts:
         file = write_texts(Path(texts))
-        for name in wanted:
+        for name in wanted[part - 1 :: of]:
             for settings in (fidelity(name, file, options.out), ruler(name, options.out)):
                 folders.append(runner.run(settings))
                 print(folders[-1], file=sys.stderr, flush=True)
