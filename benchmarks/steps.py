@@ -110,7 +110,8 @@ def overheads(model: PreTrainedModel, budget: int, rows: int, runs: int, steps: 
     for name in arms:
         if name != NONE:
             over = ratios[name] - 1
-            lines.append([name, str(budget), str(rows), f"{float(_entries(arms[name].cache)[1]):.0f}", f"{over:+.1%}", goal(over, "<=", GOALS[name])])
+            held = f"{float(_entries(arms[name].cache)[1]):.0f}"
+            lines.append([name, str(budget), str(rows), held, f"{over:+.1%}", goal(over, "<=", GOALS[name])])
     return lines
 
 
