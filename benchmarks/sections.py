@@ -52,4 +52,4 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def goal(value: float, sign: str, wanted: float) -> str:
     """A value beside its goal: "met", or by how much it is missed. sign: ">=" or "<="."""
     met = value >= wanted if sign == ">=" else value <= wanted
-    return f"{sign} {wanted:g}: " + ("met" if met else f"missed by {abs(value - wanted) / wanted:.1%}")
+    return f"{sign} {wanted:.3g}: " + ("met" if met else f"missed by {abs(value - wanted) / wanted:.1%}")
