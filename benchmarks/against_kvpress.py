@@ -34,6 +34,9 @@ TASKS = "niah_single_1,niah_single_2,vt,fwe"
 
 PARTS = ("decode", "prefill", "observed", "evaluation")
 
+NUMBERS = ("prompt", "budget", "interval", "chunk", "rows", "context", "samples", "repeats", "slow_repeats")
+"""Options that a section's command repeats where they were changed."""
+
 Rounds = dict[str, list[Answer]]
 
 
@@ -89,7 +92,9 @@ class Bench:
 def command(options: argparse.Namespace, part: str) -> str:
     """The command that measures one section again."""
     changed = [f"--parts {part}"]
-    for name in ("prompt", "budget", "interval", "chunk", "rows", "samples", "repeats", "slow_repeats"):
+    if options.quick:
+        changed.append("--quick")
+    for name in NUMBERS if not options.quick else ():
         if getattr(options, name) != options.defaults[name]:
             changed.append(f"--{name.replace('_', '-')} {getattr(options, name)}")
     return "make bench-kvpress KVPRESS_ARGS=" + shlex.quote(" ".join(changed)).replace("'", '"')
