@@ -62,7 +62,9 @@ def against_bytes(frame: pd.DataFrame, metric: str, title: str) -> Figure:
         here = frame[frame["panel"] == panel]
         _lines(axes, here, "cache_bytes", drawn)
         axes.set_xscale("log", base=2)
-        axes.set_xlim(here["cache_bytes"].min() / 1.25, here["cache_bytes"].max() * 1.25)
+        low, high = here["cache_bytes"].min(), here["cache_bytes"].max()
+        margin = max(1.25, (3 * low / high) ** 0.5)  # a narrower axis has no room for round numbers
+        axes.set_xlim(low / margin, high * margin)
         axes.set_xlabel("cache held per sample (logarithmic)")
         bytes_axis(axes.xaxis)
         value_axis(axes, metric, here)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,24 +16,48 @@ FONT_SIZE = 9.0
 SPACING = 1.35
 """Line height of labels, in font sizes."""
 
-
-LONGEST = 44
+LONGEST = 36
 """Characters of a policy's name, settings included, that a figure has room for."""
+
+SHOWN = ("policy", "line", "panel")
+"""Columns of numbers whose words a figure shows, and that name policies."""
 
 
 def shortened(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with `policy` names that no figure has room for cut in their middle; different ones stay different."""
-    if "policy" not in frame or not (frame["policy"].astype(str).str.len() > LONGEST).any():
+    """The frame with policies' names that no figure has room for made shorter, in every column that is written into
+    one; different names stay different."""
+    if "policy" not in frame:
         return frame
-    names: dict[str, str] = {}
-    for name in dict.fromkeys(frame["policy"].astype(str)):
-        cut = name if len(name) <= LONGEST else f"{name[: LONGEST - 15]}…{name[-14:]}"
-        number = 2
-        while cut in names.values():
-            cut = f"{cut.split(' (')[0]} ({number})"
-            number += 1
-        names[name] = cut
-    return frame.assign(policy=frame["policy"].astype(str).map(names))
+    names = short_names(frame["policy"].astype(str))
+    if not names:
+        return frame
+
+    def said(text: object) -> object:
+        for name, short in names.items():
+            text = text.replace(name, short) if isinstance(text, str) else text
+        return text
+
+    return frame.assign(**{column: frame[column].map(said) for column in SHOWN if column in frame})
+
+
+def short_names(labels: Iterable[str]) -> dict[str, str]:
+    """For each label longer than `LONGEST`, the longest first, one that is not, but for a number behind it where two
+    would be the same: the settings that not all long ones of its policy share, or else its two ends."""
+    every = dict.fromkeys(labels)
+    names = {label: "" for label in sorted(every, key=len, reverse=True) if len(label) > LONGEST}
+    taken = {label for label in every if label not in names}
+    for label in names:
+        policy, _, words = label.partition(":")
+        settings = [set(other.partition(":")[2].split(",")) for other in names if other.partition(":")[0] == policy]
+        shared = set.intersection(*settings)
+        telling = [word for word in words.split(",") if word not in shared]
+        short = f"{policy}:{','.join(['…', *telling])}" if telling and shared else label
+        if len(short) > LONGEST:
+            short = f"{short[: LONGEST - 15]}…{short[-14:]}"
+        numbered = (f"{short} ({number})" for number in itertools.count(2))
+        names[label] = short if short not in taken else next(name for name in numbered if name not in taken)
+        taken.add(names[label])
+    return names
 
 
 class End(NamedTuple):

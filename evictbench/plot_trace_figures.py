@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 MAP_SIZE = 3.9, 3.1
 """Inches of one retention map."""
 
+WIDE_TITLE = 30
+"""Characters of a policy's name that leave no room for a budget on the same line above a map."""
+
 
 def latency(frame: pd.DataFrame, title: str) -> Figure:
     """Milliseconds a step against position, and seconds of prefill against the prompt's length."""
@@ -83,7 +86,8 @@ def retention(frame: pd.DataFrame, title: str) -> Figure:
         above, below = all_axes[0][column], all_axes[1][column]
         image = _over_time(above, group[group["view"] == "over time"])
         _by_head(below, group[group["view"] == "by layer and head"])
-        above.set_title(f"{policy} {budget}" if budget == budget and budget is not None else policy)
+        between = " " if len(policy) < WIDE_TITLE else "\n"
+        above.set_title(f"{policy}{between}{budget}" if budget == budget and budget is not None else policy)
         for axes in (above, below):
             axes.grid(visible=False)
     bar = figure.colorbar(image, ax=all_axes, shrink=0.6, label="share of heads that hold the position (%)")

@@ -5,7 +5,6 @@ import io
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 from plot_records import retention, right, steps, write_grid, write_run, write_trace
@@ -201,21 +200,6 @@ def test_plotting_and_its_help_import_no_torch(grid):
 
     assert imported("plot", "--help") == []
     assert not {"torch", "transformers"} & set(imported("plot", str(grid), "--format", "csv"))
-
-
-def test_names_too_long_for_a_figure_are_cut_and_stay_apart(plot, tmp_path):
-    long = "h2o:" + ",".join(f"setting{number}=value{number}" for number in range(12))
-    for number in range(2):
-        write_run(tmp_path / "runs", right(5 + number, 10), policy=f"{long},last={number},end=1", budget="64")
-    write_run(tmp_path / "runs", right(9, 10), policy="full", budget=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        code, _, err = plot(tmp_path / "runs", "--format", "svg", "--out", tmp_path / "plots")
-    assert (code, err) == (0, "")
-    svg = (tmp_path / "plots" / "budget-ruler-tiny.svg").read_text()
-    assert all(f"{long[:29]}…1,last={number},end=1" in svg for number in range(2))
-    assert long not in svg
-    assert long in plot(tmp_path / "runs", "--format", "csv", "--figures", "budget")[1]
 
 
 def test_the_same_numbers_are_printed_once(plot, grid):
