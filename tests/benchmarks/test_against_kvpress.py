@@ -1,5 +1,6 @@
 """What drives both sides of the comparison with kvpress: processes that take turns, their memory, their ratios."""
 
+import ast
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_the_peak_counts_what_was_given_back_and_not_what_was_there_before():
         given_back = bytearray(b"x") * size
         del given_back
     assert small.nbytes < size / 4
-    assert size <= large.nbytes < 1.5 * size
+    # The kernel counts resident pages in batches: a few hundred kB may be missing.
+    assert 0.98 * size < large.nbytes < 1.5 * size
     assert len(before) == size
 
 
@@ -83,6 +85,15 @@ def test_ratios_are_of_medians_and_show_the_single_turns():
     assert compared(rounds, "ours", "theirs", rate, 3.0) == ("2.00", "0.50 to 3.00", ">= 3: missed by 33.3%")
     assert compared(rounds, "theirs", "ours", seconds, 2.0) == ("2.00", "2.00 to 2.00", ">= 2: met")
     assert spread([3.0, 1.0, 2.0]) == "2.0 (1.0 to 3.0)"
+
+
+def test_kvpress_side_imports_nothing_of_ours():
+    for module in ("kvpress_arms", "serving"):
+        tree = ast.parse((ROOT / "benchmarks" / f"{module}.py").read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+        assert names
+        assert not [name for name in names if name.split(".")[0] in ("evictbench", "policies", "suites")]
 
 
 def test_a_sections_command_repeats_what_was_changed():
