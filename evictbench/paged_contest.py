@@ -262,6 +262,6 @@ class Contest:
             "counts": torch.zeros((owners, most), dtype=wide),
         }
         if wide != like.dtype:
-            beside |= {name: like.new_zeros((owners, most, like.shape[-1])) for name in RESTS.values()}
+            beside |= {name: torch.zeros((owners, most, like.shape[-1]), dtype=wide) for name in RESTS.values()}
         more = {**self.slot_tensors, "bias": SlotTensor(wide, fill=-torch.inf)}
         return PagePool(owners, like, self.cache.count_bytes, more, beside)

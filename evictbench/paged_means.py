@@ -1,8 +1,10 @@
 """Entries that are means of evicted ones: the first slots of an owner's pages, read with a bias of log count.
 
 Where a place for one is still empty its bias is -inf. Means are computed in float32 or wider, and lie in pages in the
-cache's dtype. Where that is narrower, what rounding has taken off lies beside them (`RESTS`): without it a mean in
-bfloat16 would stop moving after some hundreds of entries, each of which moves it by less than a last digit.
+cache's dtype. Where that is narrower, what rounding has taken off lies beside them in float32 (`RESTS`), and the two
+add up to the mean in float32, exactly: without it a mean in bfloat16 would stop moving after some hundreds of entries,
+each of which moves it by less than a last digit. Rests are counted in the bytes held, 8 · head_dim for each mean, and
+no query reads them.
 """
 
 from __future__ import annotations
@@ -21,17 +23,17 @@ MEAN = -2
 """The position of a slot that holds a mean, or is kept for one."""
 
 RESTS = {"keys": "rests_of_keys", "values": "rests_of_values"}
-"""By what has been rounded, the name of an owner's rests, `[owners, means, head_dim]` in the cache's dtype; none where
-that is float32 or wider."""
+"""By what has been rounded, the name of an owner's rests, `[owners, means, head_dim]` float32; none where the cache's
+dtype is float32 or wider."""
 
 ELEMENTS_AT_ONCE = 2**24
 """Keys of means of so many layers are looked at together that their numbers are about this many."""
 
 
 def rounded(mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A mean in the cache's dtype, and what that leaves of it, in the same."""
+    """A mean in the cache's dtype, and what that leaves of it, in the mean's."""
     narrow = mean.to(dtype)
-    return narrow, (mean - narrow.to(mean.dtype)).to(dtype)
+    return narrow, mean - narrow.to(mean.dtype)
 
 
 def run_through(

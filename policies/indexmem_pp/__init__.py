@@ -83,8 +83,9 @@ class IndexMem(Policy):
     a budget of the whole text is the full cache (but for budgets=table, whose small heads evict all the same). The
     common mass is found exactly and not by 60 bisections. A head's pool of P places is P from the prompt's end on; a
     budget in percent that grows gives each head one more per entry. What follows the prompt is read token by token,
-    even where it comes as one chunk. A mean is computed in float32 and kept in the cache's dtype. The floor is of the
-    pool. Clusters start at entries drawn by one seed for all heads.
+    even where it comes as one chunk. A mean is computed and held in float32 and read in the cache's dtype; what is held
+    beside a narrower one is counted in the bytes, 8 · head_dim for each mean. The floor is of the pool. Clusters start
+    at entries drawn by one seed for all heads.
     """
 
     name = "indexmem_pp"

@@ -242,31 +242,57 @@ def test_bounded_holds_the_budget_and_a_chunk() -> None:
 
 
 @pytest.mark.engine
-def test_means_in_bfloat16_go_on_moving() -> None:
-    """Many entries that drift join one mean, and it stays theirs to the last digit of its dtype. Held in
-    bfloat16 alone it would stop after some hundreds, far from there."""
-    model = tiny_model("llama").to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_in_a_narrow_dtype_go_on_moving(dtype: torch.dtype) -> None:
+    """Thousands of entries that drift join one mean. What queries read is their mean to the last digit of the cache's
+    dtype, and what is held with its rest is the mean in float32."""
+    model = tiny_model("llama").to(dtype)
     policy, _ = fitted(model, centroids=1)
     cache = PagedCache(model, policy, 16, prefill="dense", prompt_length=40)
     feed(model, cache, random_tokens(40, 1))
     feed(model, cache, random_tokens(1, 2))
+    assert cache.contest is not None
     (board,) = cache.contest._boards.values()
     owners, victims = cache.shape.kv_heads, board.of_owners["newest"]
     fronts = board.fronts[:, :owners, 0]
-    for pool in range(2):
-        board.keys[pool][fronts[pool]] = 0
-        board.values[pool][fronts[pool]] = 0
-        for name in ("rests_of_keys", "rests_of_values"):
-            board.of_owners[name][pool] = 0
+    held = {"keys": board.keys, "values": board.values}
+    for name, buffers in held.items():
+        board.of_owners[f"rests_of_{name}"].zero_()
+        for pool, buffer in enumerate(buffers):
+            buffer[fronts[pool]] = 0
     board.of_owners["counts"].fill_(1)
-    count = 1500
-    entries = torch.linspace(0, 1, count).bfloat16()
+    count, head_dim = 4000, board.keys[0].shape[-1]
+    noise = torch.randn((count, head_dim), generator=torch.Generator().manual_seed(0))
+    entries = (torch.linspace(0, 1, count)[:, None] + 0.3 * noise).to(dtype)
+    leave = torch.ones_like(victims, dtype=torch.bool)
     for entry in entries:
-        for pool in range(2):
-            board.keys[pool][victims[pool]] = entry
-            board.values[pool][victims[pool]] = 2 * entry
-        absorb(policy, board, slice(0, owners), victims, torch.ones_like(victims, dtype=torch.bool))
-    mean = float(entries.double().sum()) / (count + 1)
-    for pool in range(2):
-        for held, wanted in ((board.keys, mean), (board.values, 2 * mean)):
-            assert (held[pool][fronts[pool]].double() / wanted - 1).abs().max() < 2**-8
+        for keys, values, slots in zip(board.keys, board.values, victims, strict=True):
+            keys[slots], values[slots] = entry, 2 * entry
+        absorb(policy, board, slice(0, owners), victims, leave)
+    mean = entries.double().sum(0) / (count + 1)
+    assert (board.of_owners["counts"] == count + 1).all()
+    for name, wanted in (("keys", mean), ("values", 2 * mean)):
+        for pool, buffer in enumerate(held[name]):
+            read = buffer[fronts[pool]].double()
+            rests = board.of_owners[f"rests_of_{name}"][pool, :, 0]
+            torch.testing.assert_close(read, wanted.expand_as(read), atol=0, rtol=torch.finfo(dtype).eps)
+            torch.testing.assert_close(read + rests, wanted.expand_as(read), atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rounding_takes_off_means_is_counted_in_the_bytes(dtype: torch.dtype) -> None:
+    """In float32 there is nothing; in a narrower dtype two numbers of four bytes for each element of a key."""
+    model = tiny_model("llama").to(dtype)
+    policy, _ = fitted(model, centroids=3)
+    cache = PagedCache(model, policy, 24, prompt_length=60)
+    feed(model, cache, random_tokens(60, 1))
+    feed(model, cache, random_tokens(1, 2))
+    assert cache.nbytes() == cache.bytes_held
+    for layer in cache.layers:
+        assert layer.pool is not None
+        rests = [tensor for name, tensor in layer.pool.beside.items() if name.startswith("rests")]
+        means, head_dim = cache.shape.kv_heads * 3, layer.pool.buffers["keys"].shape[-1]
+        assert sum(tensor.nbytes for tensor in rests) == (0 if dtype == torch.float32 else 8 * head_dim * means)
+        without = [*layer.pool.buffers.values(), layer.pool.owner]
+        without += [tensor for name, tensor in layer.pool._by_owner().items() if not name.startswith("rests")]
+        assert layer.nbytes() == sum(tensor.nbytes for tensor in (*without, *rests))
