@@ -45,10 +45,21 @@ def test_only_runs_of_one_protocol_are_compared(tmp_path):
     assert rows["tova"].versus.value == 0
 
 
-def test_an_interval_of_differences_stays_within_what_scores_allow(tmp_path):
-    write_run(tmp_path, [sample(doc, 1.0) for doc in range(10)], policy="full", budget=None)
-    write_run(tmp_path, [sample(doc, float(doc == 0)) for doc in range(10)], policy="h2o", budget="64")
-    row = next(row for row in leaderboard(evictbench.results(tmp_path)).rows if row.policy == "h2o")
-    assert row.versus.value == pytest.approx(-0.9)
-    assert row.versus.low == -1.0
-    assert -0.9 < row.versus.high < 0
+@pytest.mark.parametrize("tasks", [("niah",), ("niah", "qa")])
+def test_an_interval_of_differences_stays_within_what_scores_allow(tmp_path, tasks):
+    """Of one task and of the mean over tasks, where the policy is far worse and where it is far better."""
+
+    def write(folder, right, **what):
+        samples = [sample(doc, right(doc), task=task) for task in tasks for doc in range(10)]
+        write_run(tmp_path / folder, samples, tasks=tasks, **what)
+
+    for folder, full in (("worse", 1.0), ("better", 0.0)):
+        write(folder, lambda doc, full=full: full, policy="full", budget=None)
+        write(folder, lambda doc, full=full: full if doc == 0 else 1 - full, policy="h2o", budget="64")
+        rows = [row for row in leaderboard(evictbench.results(tmp_path / folder)).rows if row.policy == "h2o"]
+        assert len(rows) == (3 if len(tasks) > 1 else 1)
+        for row in rows:
+            low, high = (row.versus.low, row.versus.high) if full else (-row.versus.high, -row.versus.low)
+            assert abs(row.versus.value) == pytest.approx(0.9)
+            assert low == -1.0
+            assert -0.9 < high < 0
