@@ -201,3 +201,11 @@ def test_without_a_gpu_it_says_so_and_does_nothing(capsys, monkeypatch):
     if not torch.cuda.is_available():
         assert main([]) == 2
         assert "cuda:0" in capsys.readouterr().err
+
+
+def test_what_the_device_does_is_named(model):
+    text = gpu_check.kernels(model, Plan(tiny=True))
+    assert text.startswith(f"{FULL}:")
+    assert f"{KVPOP}:" in text
+    assert "| aten::" in text
+    assert all(float(line.split("|")[2]) >= 0 for line in text.splitlines() if "aten::" in line)
