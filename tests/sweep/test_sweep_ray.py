@@ -86,7 +86,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
     assert cells[1].summary["mean"]["samples"] == 40
 
     # Closing in the middle of another cell stops its task in good order.
-    slow = Settings("tova", budget="16", **common | {"limit": 3000, "max_new_tokens": "32"})
+    slow = Settings("tova", budget="16", **common | {"limit": 1500, "max_new_tokens": "32"})
     (cell,), _ = plan_cells([slow])
     events = RayTasks(None).run(_jobs([cell], 1))
     for _ in events:
@@ -94,10 +94,10 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
         if cell.done:
             break
     events.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     summary, phase = cell.plan.folder / records.SUMMARY, cell.plan.folder / ".phase"
     while (phase.exists() or not summary.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     with records.open_run(cell.plan.folder, cell.plan.identity) as folder:
-        assert 0 < len(folder.samples) < 6000
+        assert 0 < len(folder.samples) < 3000
     assert not phase.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -246,7 +247,7 @@ def test_bounded_holds_the_budget_and_a_chunk() -> None:
 def test_means_in_a_narrow_dtype_go_on_moving(dtype: torch.dtype) -> None:
     """Thousands of entries that drift join one mean. What queries read is their mean to the last digit of the cache's
     dtype, and what is held with its rest is the mean in float32."""
-    model = tiny_model("llama").to(dtype)
+    model = deepcopy(tiny_model("llama")).to(dtype)
     policy, _ = fitted(model, centroids=1)
     cache = PagedCache(model, policy, 16, prefill="dense", prompt_length=40)
     feed(model, cache, random_tokens(40, 1))
@@ -282,7 +283,7 @@ def test_means_in_a_narrow_dtype_go_on_moving(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_rounding_takes_off_means_is_counted_in_the_bytes(dtype: torch.dtype) -> None:
     """In float32 there is nothing; in a narrower dtype two numbers of four bytes for each element of a key."""
-    model = tiny_model("llama").to(dtype)
+    model = deepcopy(tiny_model("llama")).to(dtype)
     policy, _ = fitted(model, centroids=3)
     cache = PagedCache(model, policy, 24, prompt_length=60)
     feed(model, cache, random_tokens(60, 1))
