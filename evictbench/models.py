@@ -135,13 +135,17 @@ def load_model(
 
     device: "auto" (one GPU if the weights fit in 70% of it, else spread over all GPUs; the CPU where there
     is none), "balanced" or "sequential" (spread in any case), or one device: "cpu", "cuda", "cuda:1", "mps".
+    On the CPU its linear layers are packed, where a second copy of them fits (see packed_linear.py).
     dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's config.
 
     Raises UserError for an unsupported model, a device that is not there, weights that are missing or
     incomplete, and a model too large for its device.
     """
+    import psutil
     import torch
     from transformers import AutoModelForCausalLM
+
+    from evictbench.packed_linear import pack_linears
 
     if dtype not in get_args(Dtype):
         raise UserError(f"The dtype {dtype!r} is none of {', '.join(get_args(Dtype))}.")
@@ -176,6 +180,7 @@ def load_model(
     refuse_offloading(model, source.name)
     check_attention_interface(type(model), config.model_type)
     loaded: PreTrainedModel = model.eval()
+    pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
 
 
