@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
+from evictbench.console import console_for
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from evictbench.published import Published
-
-PIPE_WIDTH = 160
-"""Columns of a table that goes to a file or a pipe."""
 
 Row = dict[str, Any]
 
@@ -158,21 +153,6 @@ def _print_json(rows: Sequence[Row]) -> None:
     import json
 
     print(json.dumps(list(rows), indent=2, ensure_ascii=False))
-
-
-def console_for(stderr: bool, quiet: bool = False) -> Console:
-    """A console that keeps tables whole where it does not write to a terminal; quiet: one that writes nothing."""
-    from rich.console import Console
-
-    console = Console(stderr=stderr, quiet=quiet)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(stderr=stderr, width=PIPE_WIDTH, quiet=quiet)
-    return console
-
-
-def loud(console: Console) -> Console:
-    """The console for warnings, which a quiet one would not write."""
-    return console_for(stderr=True) if console.quiet else console
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Showing a run while it goes on: a live line on a terminal, plain lines now and then in a file or a pipe."""
+"""What is waited for, and how far a run is: a live line on a terminal, plain lines now and then in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from evictbench.catalogue import loud
+from evictbench.console import loud, say
 from evictbench.summary import tokens_per_second
 
 if TYPE_CHECKING:
@@ -22,23 +22,86 @@ EVERY = 15.0
 
 
 class Waiting:
-    """In a file or a pipe, says what is waited for once it has taken `every` seconds, and again each time as long."""
+    """Says what is waited for. On a terminal: a live line, gone when it ends. In a file or a pipe: a line once it has
+    taken `every` seconds, and again each time as long. Use as a context manager."""
 
     def __init__(self, console: Console, every: float = EVERY) -> None:
         self.console = console
         self.every = every
         self.timer: threading.Timer | None = None
+        self.live: Progress | None = None
+        self.bar: TaskID | None = None
+        self.still = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    @property
+    def on_screen(self) -> bool:
+        """Whether there is a terminal to show a live line on."""
+        return self.console.is_terminal and not self.console.quiet
 
     def begin(self, text: str) -> None:
         """Something begins, and what was waited for before has ended."""
+        if self.on_screen:
+            self._draw(text, None, None)
+        else:
+            self.end()
+            self._wait(text, time.monotonic())
+
+    def count(self, text: str, done: int, total: int) -> None:
+        """Show on a terminal that so much is done; elsewhere, whoever counts writes lines of its own."""
+        if self.on_screen:
+            self._draw(text, done, total)
+        else:
+            self.end()
+
+    def timed(self, text: str) -> None:
+        """Something begins whose time is taken: one line, at once, with no thread to keep it alive beside."""
         self.end()
-        self._wait(text, time.monotonic())
+        if self.on_screen:
+            from rich.text import Text
+
+            self.still = True
+            self.console.print(Text(f"{text} ..."), end="\r", no_wrap=True, overflow="ellipsis")
+        else:
+            say(self.console, f"{text} ...")
 
     def end(self) -> None:
         """Nothing is waited for any more."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
+        if self.live is not None:
+            self.live.stop()
+            self.live = self.bar = None
+        if self.still:
+            from rich.control import Control
+            from rich.segment import ControlType
+
+            self.still = False
+            self.console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+
+    def _draw(self, text: str, done: int | None, total: int | None) -> None:
+        if self.live is None:
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            self.end()
+            columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
+            # What a command prints to stdout meanwhile is not the line's to move: it may go to a file.
+            self.live = Progress(*columns, console=self.console, transient=True, redirect_stdout=False)
+            self.live.start()
+        if self.bar is None or total is None:  # a bar that knew its end does not forget it
+            if self.bar is not None:
+                self.live.remove_task(self.bar)
+            self.bar = self.live.add_task(text, total=total, completed=done or 0)
+        else:
+            self.live.update(self.bar, total=total, completed=done, description=text)
 
     def _wait(self, text: str, since: float) -> None:
         self.timer = timer = threading.Timer(self.every, lambda: self._say(timer, text, since))
@@ -47,8 +110,7 @@ class Waiting:
 
     def _say(self, timer: threading.Timer, text: str, since: float) -> None:
         if self.timer is timer:
-            line = f"{text}, for {duration(time.monotonic() - since)} now"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(self.console, f"{text}, for {duration(time.monotonic() - since)} now")
             if self.timer is timer:  # it may have ended in the meantime
                 self._wait(text, since)
 
@@ -70,47 +132,26 @@ class ProgressLine:
         self.began = self.written = 0.0
         self.scores: dict[str, list[float]] = {}
         self.session: list[dict[str, float]] = []
-        self.live: Progress | None = None
-        self.bar: TaskID | None = None
         self.waiting = Waiting(console)
 
     def __enter__(self) -> ProgressLine:
-        if self.console.is_terminal and not self.console.quiet:
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            self.live = Progress(
-                BarColumn(bar_width=20),
-                TextColumn("{task.description}"),
-                console=self.console,
-                transient=True,
-            )
-            self.bar = self.live.add_task("starting", total=None)
-            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.waiting.end()
-        if self.live is not None:
-            self.live.stop()
-        elif self.session and self.written < self.began + self.elapsed():
+        if not self.waiting.on_screen and self.session and self.written < self.began + self.elapsed():
             self.console.print(self.text(), highlight=False)
 
     def phase(self, text: str) -> None:
         """Say what is going on before the first sample."""
-        if self.live is not None and self.bar is not None:
-            self.live.update(self.bar, description=text)
-        else:
-            self.waiting.begin(text)
+        self.waiting.begin(text)
 
     def planned(self, plan: Plan, finished: int) -> None:
         """Hand over to `describe`, with the live line out of its way."""
-        if self.live is not None:
-            self.live.stop()
+        self.waiting.end()
         self.describe(plan, finished)
-        if self.live is not None:
-            self.live.start()
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the line."""
@@ -152,8 +193,8 @@ class ProgressLine:
         return ", ".join(parts)
 
     def _show(self) -> None:
-        if self.live is not None and self.bar is not None:
-            self.live.update(self.bar, total=self.total, completed=self.done, description=self.text())
+        if self.waiting.on_screen:
+            self.waiting.count(self.text(), self.done, self.total)
         elif self.clock() - self.written >= EVERY:
             self.written = self.clock()
             self.console.print(self.text(), highlight=False)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import shlex
 import sys
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from evictbench import registry, table
-from evictbench.catalogue import console_for
+from evictbench.console import command, console_for, describe, quieten, say
 from evictbench.errors import UserError
 from evictbench.progress import ProgressLine
 from evictbench.run import run
+
+__all__ = ["quieten", "run_and_show"]
 
 if TYPE_CHECKING:
     from evictbench.plan import Plan
@@ -29,16 +27,11 @@ def run_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
     report = console_for(stderr=as_json, quiet=quiet and as_json)
     words = console_for(stderr=as_json, quiet=quiet)
 
-    def say(text: str) -> None:
-        words.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def describe(plan: Plan, finished: int) -> None:
-        say("run:")
-        for heading, text in table.describe(plan, finished):
-            say(f"  {heading:<9} {text}")
+    def planned(plan: Plan, finished: int) -> None:
+        describe(words, "run", [(heading, (text,)) for heading, text in table.describe(plan, finished)])
 
     try:
-        with ProgressLine(console_for(stderr=True, quiet=quiet), describe) as progress:
+        with ProgressLine(console_for(stderr=True, quiet=quiet), planned) as progress:
             outcome = run(settings, progress)
     except KeyboardInterrupt:
         print("Stopped before the first sample.", file=sys.stderr)
@@ -46,16 +39,15 @@ def run_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
     summary = outcome.summary
     if summary["tasks"]:
         report.print(*table.result_tables(summary, report))
-        say(table.LEGEND)
+        say(words, table.LEGEND)
     if as_json:
         print(json.dumps(summary, indent=2, ensure_ascii=False))
-    say(f"written to {outcome.plan.folder}")
+    say(words, f"written to {outcome.plan.folder}")
     if outcome.interrupted:
         kept = summary["mean"]["samples"] if summary["mean"] else 0
-        command = shlex.join(["evictbench", *sys.argv[1:]])
-        print(f"Stopped; {kept} finished samples are kept. To go on: {command}", file=sys.stderr)
+        print(f"Stopped; {kept} finished samples are kept. To go on: {command()}", file=sys.stderr)
         return 130
-    say(f"next: {_next(outcome.plan)}")
+    say(words, f"next: {_next(outcome.plan)}")
     return 0
 
 
@@ -68,13 +60,3 @@ def _next(plan: Plan) -> str:
             if not registry.load_policy(name).needs_budget:
                 return plan.settings.command(policy=name, budget=None, weights=None)
     return "evictbench list policies"
-
-
-def quieten() -> None:
-    """Keep what libraries say about themselves out of the output; --debug lets it through."""
-    if "--debug" in sys.argv:
-        return
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -167,7 +167,7 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # asks for what Ctrl-C asks of a run
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from evictbench.run_command import quieten
+    from evictbench.console import quieten
 
     quieten()
     worker = Worker()

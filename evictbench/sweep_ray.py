@@ -67,7 +67,7 @@ def do_in_task(job: Job) -> Ended:
     """One job, in a Ray task. The worker stays for later tasks of the same process."""
     global _worker
     if _worker is None:
-        from evictbench.run_command import quieten
+        from evictbench.console import quieten
 
         quieten()
         _worker = Worker()

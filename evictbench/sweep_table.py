@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from evictbench.catalogue import loud
-from evictbench.progress import EVERY, duration
+from evictbench.console import loud, say
+from evictbench.progress import EVERY, Waiting, duration
 from evictbench.sweep_job import ANSWERING
 from evictbench.table import human_bytes
 
@@ -34,27 +34,21 @@ class SweepTable:
         self.live: Live | None = None
         self.written = clock()
         self.warned: set[str] = set()
+        self.waiting = Waiting(console)
 
     def __enter__(self) -> SweepTable:
-        if self.console.is_terminal and not self.console.quiet:
-            from rich.live import Live
-
-            self.live = Live(console=self.console, transient=True, refresh_per_second=4)
-            self.live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.waiting.end()
         if self.live is not None:
             self.live.stop()
 
     def phase(self, text: str) -> None:
         """Say what goes on before the first cell."""
-        if self.live is not None:
-            from rich.text import Text
-
-            self.live.update(Text(text), refresh=True)
+        self.waiting.begin(text)
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the table, once."""
@@ -66,24 +60,30 @@ class SweepTable:
 
     def show(self, progress: Progress) -> None:
         """Bring the table up to date; in a file, say how far the running cells are, now and then."""
-        if self.live is not None:
-            self.live.update(live_table(progress, self.console.height - 4))
+        self.waiting.end()
+        if self.waiting.on_screen:
+            self._live().update(live_table(progress, self.console.height - 4))
         elif self.clock() - self.written >= EVERY:
             self.written = self.clock()
-            self._print(in_a_line(progress))
+            say(self.console, in_a_line(progress))
             for cell in progress.cells:
                 if cell.state == "running":
-                    self._print(f"  {cell.title}: {', '.join(filter(None, _row(cell, progress)[3:]))}")
+                    say(self.console, f"  {cell.title}: {', '.join(filter(None, _row(cell, progress)[3:]))}")
 
     def ended(self, cell: Cell) -> None:
         """Say it, where there is no table to show it."""
-        if self.live is None:
+        if not self.waiting.on_screen:
             score = _score(cell)
             how = cell.sentence if cell.state == "failed" else f"{cell.done}/{cell.total} samples, score {score}"
-            self._print(f"{cell.state}: {cell.title}: {how}")
+            say(self.console, f"{cell.state}: {cell.title}: {how}")
 
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _live(self) -> Live:
+        if self.live is None:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, transient=True, refresh_per_second=4, redirect_stdout=False)
+            self.live.start()
+        return self.live
 
 
 def live_table(progress: Progress, height: int) -> Table:
@@ -125,7 +125,7 @@ def in_a_line(progress: Progress) -> str:
 def result_table(cells: Sequence[Cell]) -> Table:
     """Every cell's score with its interval, and what it held; in the order of suite, policy, budget."""
     table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
-    for cell in sorted(cells, key=_place):
+    for cell in sorted(cells, key=place):
         mean = cell.summary.get("mean")
         values = ("-", "-", f"{cell.done}/{cell.total}", "-", "-")
         if mean:
@@ -215,7 +215,8 @@ def _score(cell: Cell) -> str:
     return "-" if score is None else f"{100 * score:.1f}"
 
 
-def _place(cell: Cell) -> tuple[Any, ...]:
+def place(cell: Cell) -> tuple[Any, ...]:
+    """Sorts cells by suite, policy and budget, the full cache first."""
     budget = cell.plan.checked.budget
     size = (0, 0.0) if budget is None else (1, float(budget.tokens or 0)) if budget.tokens else (2, budget.share or 0.0)
     return cell.suite, budget is not None, cell.policy, size

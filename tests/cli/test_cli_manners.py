@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from evictbench import catalogue, cli, doctor, gate_show, plot_print
+from evictbench import cli, console, doctor, gate_show, plot_print
 from evictbench.gate import Finding
 from evictbench.progress import ProgressLine, Waiting
 from evictbench.sweep_table import SweepTable
@@ -73,13 +73,13 @@ def test_a_quiet_doctor_says_what_is_not_in_order(main, monkeypatch):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_quiet_run_and_sweep_write_their_warnings_alone(capsys, terminal):
-    console = Console(stderr=True, quiet=True, force_terminal=terminal)
-    with ProgressLine(console, lambda plan, finished: None) as progress:
+    quiet = Console(stderr=True, quiet=True, force_terminal=terminal)
+    with ProgressLine(quiet, lambda plan, finished: None) as progress:
         progress.phase("loading")
         progress.start([], 2)
         progress.sample({"task": "a", "score": 1.0, "decode_steps": 1, "decode_seconds": 1.0})
         progress.warn("The prompts are cut.")
-    with SweepTable(console) as table:
+    with SweepTable(quiet) as table:
         table.phase("planning")
         table.warn("One cell is slow.")
     out, err = capsys.readouterr()
@@ -91,12 +91,12 @@ def test_a_quiet_run_and_sweep_write_their_warnings_alone(capsys, terminal):
 def test_no_colours_in_a_pipe_nor_where_they_are_not_wanted(monkeypatch, variable):
     if variable:
         monkeypatch.setenv(variable, "1")
-        console = Console(force_terminal=True)
-        assert console.no_color
+        found = Console(force_terminal=True)
+        assert found.no_color
     else:
-        console = catalogue.console_for(stderr=False)
-    with console.capture() as capture:
-        console.print("[red]missing[/]")
+        found = console.console_for(stderr=False)
+    with found.capture() as capture:
+        found.print("[red]missing[/]")
     assert "\x1b[31m" not in capture.get()
     assert "missing" in capture.get()
 

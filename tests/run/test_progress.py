@@ -51,17 +51,20 @@ def test_a_terminal_gets_a_live_line():
         progress.phase("loading the weights")
         progress.start([], total=2)
         progress.sample(line(1.0))
-        progress.live.refresh()
+        progress.waiting.live.refresh()
     assert "1/2 done, score 100.0" in file.getvalue()
 
 
 def test_the_live_line_is_out_of_the_way_while_the_run_is_described():
     running = []
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with ProgressLine(console, lambda *_: running.append(progress.live.live.is_started)) as progress:
+    with ProgressLine(console, lambda *_: running.append(progress.waiting.live)) as progress:
+        progress.phase("making the prompts")
+        assert progress.waiting.live.live.is_started
         progress.planned(None, 0)
-        assert progress.live.live.is_started
-    assert running == [False]
+        progress.phase("loading the weights")
+        assert progress.waiting.live.live.is_started
+    assert running == [None]
 
 
 def test_warnings_are_not_read_as_markup():
