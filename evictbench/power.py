@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 POWER = 0.8
 ALPHA = 0.05
@@ -56,6 +57,7 @@ def documents_needed(
     return _fewest(lambda documents: smallest_difference(documents, spread, power, alpha, one_sided) <= abs(difference))
 
 
+@lru_cache(maxsize=256)
 def smallest_right_wrong(
     documents: int, discordant: float, power: float = POWER, alpha: float = ALPHA, one_sided: bool = False
 ) -> float:

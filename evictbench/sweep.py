@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,13 +72,16 @@ def plan_cells(
 
     for one in settings:
         check(one)
+
+    def planning(number: int, text: str) -> None:
+        phase(f"planning cell {number} of {len(settings)}: {text}")
+
     kept: Kept = {}
     cells: dict[Path, Cell] = {}
     impossible = []
     for number, one in enumerate(settings, start=1):
-        phase(f"planning cell {number} of {len(settings)}")
         try:
-            plan = make_plan(one, phase, kept)
+            plan = make_plan(one, partial(planning, number), kept)
         except UserError as error:
             if one.budget is None:
                 raise

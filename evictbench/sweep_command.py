@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
-from evictbench.catalogue import console_for
+from evictbench.console import command, console_for, describe, quieten, say
 from evictbench.errors import UserError
-from evictbench.run_command import quieten
+from evictbench.progress import Waiting
 from evictbench.sweep_grid import cells_of, grid_of, read_file
 
 if TYPE_CHECKING:
@@ -43,17 +43,18 @@ def sweep_and_show(file: Path | None, words: Mapping[str, Any], how: How, as_jso
     """Run a sweep on the terminal; the exit code. `words` of the command line go before those of the file."""
     quieten()
     settings = cells_of(grid_of({**(read_file(file) if file else {}), **words}))
-    executor, settings = _executor(settings, how)
-    from evictbench.sweep import plan_cells
-    from evictbench.sweep_table import SweepTable
-
     try:
-        with SweepTable(console_for(stderr=True, quiet=how.quiet)) as table:
-            cells, impossible = plan_cells(settings, table.phase)
+        with Waiting(console_for(stderr=True, quiet=how.quiet)) as waiting:
+            waiting.begin("looking at the devices")
+            executor, settings = _executor(settings, how)
+            from evictbench.sweep import plan_cells
+
+            cells, impossible = plan_cells(settings, waiting.begin)
     except KeyboardInterrupt:
         print("Stopped before the first sample.", file=sys.stderr)
         return 130
     report = console_for(stderr=as_json, quiet=how.quiet and as_json)
+    describe(console_for(stderr=as_json, quiet=how.quiet), "sweep", _rows(cells, how, executor))
     if how.dry_run:
         _show_dry_run(cells, impossible, report, as_json, how.quiet)
     if impossible and not how.skip_impossible:
@@ -72,11 +73,11 @@ def _run(
     from evictbench.sweep import FAILURE, sweep
     from evictbench.sweep_table import SweepTable, as_data, result_table
 
-    console = console_for(stderr=True, quiet=how.quiet)
     stopped = False
-    with SweepTable(console) as table:
+    with SweepTable(console_for(stderr=True, quiet=how.quiet)) as table:
         for one in impossible:
             table.warn(f"left out: {one.title}: {one.sentence}")
+        table.phase("starting the workers")
         try:
             sweep(cells, executor, table, how.shards)
         except KeyboardInterrupt:
@@ -89,20 +90,47 @@ def _run(
             print(f"failed: {cell.title}: {cell.sentence} ({cell.plan.folder / FAILURE})", file=sys.stderr)
             if how.debug and cell.trace:
                 print(cell.trace, file=sys.stderr)
-    command = shlex.join(["evictbench", *sys.argv[1:]])
     if stopped:
         kept = sum(cell.done for cell in cells)
-        print(f"Stopped; {kept} finished samples are kept. To go on: {command}", file=sys.stderr)
+        print(f"Stopped; {kept} finished samples are kept. To go on: {command()}", file=sys.stderr)
         return 130
     failed = sum(cell.state == "failed" for cell in cells)
     if failed:
-        print(f"{failed} of {len(cells)} cells failed. To try them again: {command}", file=sys.stderr)
+        print(f"{failed} of {len(cells)} cells failed. To try them again: {command()}", file=sys.stderr)
         return 1
-    folder = cells[0].plan.settings.out
-    for text in (f"written to {folder}", f"next: evictbench plot {shlex.quote(str(folder))}"):
-        if not how.quiet:
-            report.print(text, markup=False, highlight=False, soft_wrap=True)
+    if not how.quiet:
+        folder = cells[0].plan.settings.out
+        say(report, f"written to {folder}")
+        say(report, f"next: evictbench plot {shlex.quote(str(folder))}")
     return 0
+
+
+def _rows(cells: Sequence[Cell], how: How, executor: Executor) -> list[tuple[str, Sequence[str]]]:
+    """What is about to run, defaults spelled out: what a run says of itself, of all cells together."""
+    from evictbench import table
+    from evictbench.sweep_table import place
+
+    found: dict[str, dict[str, None]] = {}
+    for cell in sorted(cells, key=place):
+        for heading, text in table.describe(cell.plan, 0):
+            found.setdefault(heading, {})[text] = None
+    samples, finished = sum(cell.total for cell in cells), sum(cell.done for cell in cells)
+    found["folder"] = {str(cells[0].plan.settings.out): None}
+    found["cells"] = {f"{len(cells)}, {samples:,} samples" + f", {finished:,} there from before" * bool(finished): None}
+    found["workers"] = {_workers(how, executor): None}
+    return [(heading, tuple(texts)) for heading, texts in found.items()]
+
+
+def _workers(how: How, executor: Executor) -> str:
+    """ "local: 2, on cuda:0, cuda:2", and what each cell is dealt to."""
+    from evictbench.sweep_local import LocalWorkers
+
+    shards = f"; each cell in {how.shards} shards" if how.shards > 1 else ""
+    if isinstance(executor, LocalWorkers):
+        devices = [place.environment.get("CUDA_VISIBLE_DEVICES", place.device) for place in executor.places]
+        return f"{how.executor}: {len(devices)}, on {'; '.join(devices)}{shards}"
+    gpus = "one GPU, if there are any" if how.gpus_per_cell is None else f"{how.gpus_per_cell:g} GPUs"
+    return f"{how.executor}: a task a job, with {gpus}{shards}"
 
 
 def _executor(settings: Sequence[Settings], how: How) -> tuple[Executor, list[Settings]]:
@@ -146,28 +174,28 @@ def _show_dry_run(
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
 
-    def say(text: str) -> None:
-        report.print(text, markup=False, highlight=False, soft_wrap=True)
-
     report.print(dry_table(cells, estimates, impossible))
     if quiet:
         return
     samples = sum(found.samples for found in estimates)
     seconds = sum(found.seconds for found in estimates)
     say(
+        report,
         f"{len(cells)} cells, {samples:,} samples to make, {sum(found.prompt_tokens for found in estimates):,} prompt "
         f"tokens, at most {sum(found.answer_tokens for found in estimates):,} answer tokens, about {duration(seconds)} "
-        "for one worker, loading not counted"
+        "for one worker, loading not counted",
     )
     sources: dict[str, int] = {}
     for found in estimates:
         if found.samples:
             sources[found.timed_by] = sources.get(found.timed_by, 0) + 1
     for words, count in sources.items():
-        say(f"  time of {count} cell{'s' if count > 1 else ''} from {words}")
-    say("  cache: all rows filled; prompt peak: one prompt at its fullest; both without the weights")
+        say(report, f"  time of {count} cell{'s' if count > 1 else ''} from {words}")
+    say(report, "  cache: all rows filled; prompt peak: one prompt at its fullest; both without the weights")
     for one in impossible:
-        say(f"  impossible: {one.title}: {one.sentence}")
+        say(report, f"  impossible: {one.title}: {one.sentence}")
+    if not impossible:
+        say(report, f"next: {shlex.join(word for word in ['evictbench', *sys.argv[1:]] if word != '--dry-run')}")
 
 
 def _refusal(impossible: Sequence[Impossible], total: int) -> str:

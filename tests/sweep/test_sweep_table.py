@@ -143,12 +143,30 @@ def test_a_dry_run_shows_all_and_runs_nothing(words, capsys, tmp_path):
     assert rows[1]["estimate"]["samples"] == 4
 
 
+def test_a_sweep_says_what_it_runs_with_its_defaults(words, capsys):
+    assert sweep_and_show(None, words | {"policies": "h2o"}, How(dry_run=True, shards=2), False) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "sweep:",
+        "  model     tiny, float32, device cpu, 8 rows",
+        "  policy    full; h2o (group=mean, shares=head)",
+        "  budget    none; 16 entries per KV head; 32 entries per KV head",
+        "  prefill   native (nothing is cut), chunks of 512 tokens; native (dense), chunks of 512 tokens",
+        "  cells     3, 12 samples",
+        "  workers   local: 1, on cpu; each cell in 2 shards",
+    ):
+        assert line in out.splitlines(), line
+    assert out.splitlines()[-1].startswith("next: evictbench")
+    assert sweep_and_show(None, words | {"policies": "h2o"}, How(dry_run=True, quiet=True), False) == 0
+    assert "sweep:" not in capsys.readouterr().out
+
+
 def test_a_sweep_that_ends_shows_scores_and_one_with_failures_says_so(words, failing, capsys, monkeypatch):
     monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(), list(settings)))
     assert sweep_and_show(None, words, How(), False) == 0
     out = capsys.readouterr().out
     assert "written to" in out
-    assert out.count("toy") == 5
+    assert sum(line.lstrip().startswith("toy ") for line in out.splitlines()) == 5
     assert sweep_and_show(None, words, How(), True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in rows] == ["done"] * 5
