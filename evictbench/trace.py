@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import devices, environment, models, shapes
 from evictbench.errors import UserError
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from evictbench.policy import ModelShape, Policy
     from evictbench.trace_cell import Text
 
-Say = Callable[[str], None]
+
+class Watcher(Protocol):
+    """Whoever shows a trace while it goes on."""
+
+    def phase(self, text: str) -> None:
+        """Something begins that takes a while."""
+
+    def timed(self, text: str) -> None:
+        """Something begins whose time is taken: nothing else should run meanwhile."""
+
+    def cell_done(self, number: int, of: int, cell: Cell, found: Mapping[str, Any]) -> None:
+        """A cell is measured and on the disk: its number, of how many, which, and what was found."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +60,14 @@ class Plan:
     made_by: Mapping[str, Any]
 
 
-def make_plan(settings: Settings, say: Say = lambda _: None) -> Plan:
-    """Check everything; UserError says what cannot be. `say` hears what takes a while."""
+def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None) -> Plan:
+    """Check everything; UserError says what cannot be. `phase` hears what takes a while."""
     from evictbench.policy import ModelShape
 
     checked = check(settings)
     on_shape = shapes.is_shape(settings.model)
     source = None if on_shape else models.resolve(settings.model)
-    say("reading the model's config")
+    phase("reading the model's config")
     if source is None:
         model, device = settings.model.lower(), shapes.device_for(settings.device)
         config = shapes.named(settings.model).config()
@@ -80,9 +91,12 @@ def make_plan(settings: Settings, say: Say = lambda _: None) -> Plan:
         shapes.check_room(shapes.named(settings.model), model, device, dtype)
     policies, origins = {}, {}
     for label, chosen in checked.chosen.items():
+        phase(f"making the policy {label}")
         policies[label], origins[label] = equip(chosen, checked.weights.get(chosen.name), source, model, config)
         _check_budgets(label, policies[label], origins[label], checked.cells, ModelShape.of(config), model)
+    phase("reading the text")
     tokens = None if settings.text is None or source is None else _tokens(settings, checked, source)
+    phase("identifying the weights")
     made_by = {
         "model": model,
         "weights": f"random, seed {settings.seed}" if source is None else models.weights_hash(source),
@@ -98,18 +112,21 @@ def make_plan(settings: Settings, say: Say = lambda _: None) -> Plan:
     return Plan(settings, checked, model, source, device, dtype, config, policies, origins, tokens, made_by)
 
 
-def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str, Any]], None]) -> Mapping[str, Any]:
-    """Measure every cell that is not there yet; what trace.json says afterwards.
+def finished_cells(plan: Plan) -> int:
+    """How many of its cells are there from before; UserError for a folder of another trace."""
+    before = read_finished(plan.settings.folder, plan.made_by)
+    return 0 if before is None else len(plan.checked.cells) - len(_missing(plan, before["cells"]))
 
-    cell_done: told the number of a cell, of how many, which, and what was found.
-    """
+
+def trace(plan: Plan, watch: Watcher) -> Mapping[str, Any]:
+    """Measure every cell that is not there yet; what trace.json says afterwards."""
     from evictbench.machine import Memory, copy_bandwidth, describe, devices_of
     from evictbench.trace_cell import Measuring
 
     before = read_finished(plan.settings.folder, plan.made_by)
     if before is not None and not _missing(plan, before["cells"]):
         return before
-    say("loading the model")
+    watch.phase("loading the model")
     model = _load(plan)
     home = model.device
     device = environment.device_of(model)
@@ -128,7 +145,7 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
         missing = _missing(plan, folder.cells)
         if not missing:
             return folder.about
-        say("measuring the copy bandwidth")
+        watch.timed("measuring the copy bandwidth")
         folder.about["copy_bandwidth"] = copy_bandwidth(home)
         measuring = Measuring(model, Memory(devices_of(model)))
         folder.about["read_weight_bytes"] = measuring.weight_bytes
@@ -136,7 +153,7 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
         warmed: set[Any] = set()
         number_done = len(plan.checked.cells) - len(missing)
         for cell in missing:
-            say(str(cell))
+            watch.timed(f"measuring {number_done + 1}/{len(plan.checked.cells)} {cell}")
             feeder = _feeder(plan, model, cell)
             began = time.perf_counter()
             kind = (cell.policy, cell.budget, measuring.evicts_prompt(feeder, cell))
@@ -156,7 +173,7 @@ def trace(plan: Plan, say: Say, cell_done: Callable[[int, int, Cell, Mapping[str
             same = {"cell": number, "policy": cell.policy, "budget": cell.budget}
             folder.add(line, [same | row for row in found.steps], [same | row for row in found.looks])
             number_done += 1
-            cell_done(number_done, len(plan.checked.cells), cell, line)
+            watch.cell_done(number_done, len(plan.checked.cells), cell, line)
         return folder.about
 
 

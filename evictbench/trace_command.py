@@ -8,14 +8,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evictbench.catalogue import console_for
-from evictbench.run_command import quieten
+from evictbench.console import command, console_for, describe, quieten, say
+from evictbench.progress import Waiting
 from evictbench.trace_schema import DECODE, OK, read_trace
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
+    from evictbench.trace import Plan
     from evictbench.trace_settings import Cell, Settings
 
 PARTS = ("attention_ms", "signals_ms", "policy_ms", "rest_ms")
@@ -27,38 +28,70 @@ def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> in
     from evictbench.trace_settings import check
 
     check(settings)
-    from evictbench.trace import make_plan, trace
+    from evictbench.trace import finished_cells, make_plan, trace
 
-    progress = console_for(stderr=True, quiet=quiet)
     report = console_for(stderr=as_json, quiet=quiet and as_json)
     words = console_for(stderr=as_json, quiet=quiet)
 
-    def say(text: str) -> None:
-        words.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def under_way(text: str) -> None:
-        # No live display: its thread would take time from what is measured.
-        if progress.is_terminal:
-            progress.print(f"{text} ...", end="\r", markup=False, highlight=False)
-
-    def cell_done(number: int, of: int, cell: Cell, found: Mapping[str, Any]) -> None:
-        progress.print(f"{number}/{of} {cell}: {_in_words(found)}", markup=False, highlight=False, soft_wrap=True)
-
-    command = shlex.join(["evictbench", *sys.argv[1:]])
     try:
-        about = trace(make_plan(settings, under_way), under_way, cell_done)
+        with TraceLines(console_for(stderr=True, quiet=quiet)) as lines:
+            plan = make_plan(settings, lines.phase)
+            finished = finished_cells(plan)
+            lines.end()
+            describe(words, "trace", description(plan, finished))
+            about = trace(plan, lines)
     except KeyboardInterrupt:
-        print(f"Stopped; finished cells are kept in {settings.folder}. To go on: {command}", file=sys.stderr)
+        print(f"Stopped; finished cells are kept in {settings.folder}. To go on: {command()}", file=sys.stderr)
         return 130
     _, steps = read_trace(settings.folder)
     report.print(cell_table(about, steps))
     for line in legend(about):
-        say(line)
+        say(words, line)
     if as_json:
         print(json.dumps(about, indent=2, ensure_ascii=False))
-    say(f"written to {settings.folder}")
-    say(f"next: evictbench plot {shlex.quote(str(settings.folder))}")
+    say(words, f"written to {settings.folder}")
+    say(words, f"next: evictbench plot {shlex.quote(str(settings.folder))}")
     return 0
+
+
+class TraceLines(Waiting):
+    """Watches a trace (`evictbench.trace.Watcher`). Use as a context manager."""
+
+    def phase(self, text: str) -> None:
+        """Something begins that takes a while."""
+        self.begin(text)
+
+    def cell_done(self, number: int, of: int, cell: Cell, found: Mapping[str, Any]) -> None:
+        """A cell is measured."""
+        self.end()
+        say(self.console, f"{number}/{of} {cell}: {_in_words(found)}")
+
+
+def description(plan: Plan, finished: int) -> list[tuple[str, Sequence[str]]]:
+    """What is about to be traced, defaults spelled out."""
+    settings, checked = plan.settings, plan.checked
+    policies = []
+    for label, chosen in checked.chosen.items():
+        notes = [f"{name}={value}" for name, value in chosen.settings.items()]
+        notes += [f"weights {plan.origins[label]}"] if plan.origins[label] else []
+        policies.append(f"{chosen.name} ({', '.join(notes)})" if notes else chosen.name)
+    budgets = list(dict.fromkeys(cell.budget for cell in checked.cells if cell.budget))
+    rows = sorted({cell.rows for cell in checked.cells})
+    contexts = sorted({cell.context for cell in checked.cells})
+    text = "tokens drawn from the seed" if settings.text is None else str(settings.text)
+    looks = "not noted" if settings.retention is None else f"every {settings.retention} tokens, longest context"
+    return [
+        ("model", [f"{plan.model}, {plan.dtype}, device {plan.device}"]),
+        ("policies", policies),
+        ("budget", [f"{', '.join(budgets)} entries per KV head" if budgets else "none"]),
+        ("contexts", [f"{', '.join(f'{context:,}' for context in contexts)} tokens, {settings.new_tokens} new ones"]),
+        ("rows", [", ".join(map(str, rows))]),
+        ("text", [f"{text}, seed {settings.seed}"]),
+        ("prefill", [f"{settings.prefill}, chunks of {settings.chunk} tokens"]),
+        ("kept", [f"positions {looks}"]),
+        ("folder", [str(settings.folder)]),
+        ("cells", [f"{len(checked.cells)}" + (f", {finished} there from before" if finished else "")]),
+    ]
 
 
 def cell_table(about: Mapping[str, Any], steps: pd.DataFrame) -> Table:

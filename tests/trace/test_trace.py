@@ -155,7 +155,7 @@ def test_finished_cells_stay_and_the_same_command_goes_on(
     (tmp_path / "t" / f".{STEPS_FILE}-unfinished-abc").write_bytes(b"PAR1")
     code, _, err = main("trace", *words, *COMMON)
     assert code == 0, err
-    assert err.count("context") == 2
+    assert err.count("first token after") == 2
     about, after = read_trace(tmp_path / "t")
     pd.testing.assert_frame_equal(after[after["cell"] < 4].reset_index(drop=True), before)
     assert [cell["cell"] for cell in about["cells"]] == list(range(6))
