@@ -157,6 +157,8 @@ def _attend(layer: SlotLayer, step: Pass, view: Step, query: Tensor, scaling: fl
             observe=shows_mass,
             real=None if step.real is None else step.real.to(query.device),
         )
+    elif cache.output_unread:
+        output = query
     else:
         # A bias per kept set becomes one per query head; a first chunk needs none but causality.
         mask = bias if bias is None or bias.shape[1] == 1 else bias.repeat_interleave(cache.shape.group, dim=1)

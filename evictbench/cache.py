@@ -46,12 +46,14 @@ class EvictionCache(Cache):
     prefill: "native" (the policy's own), "dense" or "bounded". prompt_length: tokens until the prompt ends and is
     cut for good (the context's, where the question must stay unseen); None: the first forward pass is the prompt.
     rows: room for this many sequences that are admitted one by one; None: as many as the first pass has.
-    Its attribute `clock`, if set, is told what each part of a pass took.
+    Its attribute `clock`, if set, is told what each part of a pass took. While `output_unread` is set, attention that
+    shows the policy nothing is not computed: a pass from a recording.
     Raises UserError for a missing or impossible budget.
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
     clock: Clock | None = None
+    output_unread = False
 
     def __init__(
         self,

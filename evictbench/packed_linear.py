@@ -43,7 +43,7 @@ class PackedLinear(nn.Linear):
             or input.numel() == 0
         ):
             return F.linear(input, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self._packed, self.bias, "none", [], "")
         return product
 
     def _state(self) -> tuple[int, int]:

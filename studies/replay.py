@@ -150,12 +150,14 @@ class ReplayingFeeder(Feeder):
         if not self._replayed or cache.prompt_done or cache.seen:
             return super().feed(cache, tokens, starts, keep)
         nobody: Any = None
+        cache.output_unread = True
         for layer, recorded in zip(cache.layers, self.runs.recording(self._text), strict=True):
             query, key, value = (
                 part[:, :, : self._replayed] for part in (recorded.query, recorded.key, recorded.value)
             )
             keys, values = layer.update(key, value)
             attend(nobody, query, keys, values, None, recorded.scaling)
+        cache.output_unread = False
         return torch.empty((1, 0, 0))
 
 
