@@ -113,7 +113,8 @@ def checks() -> list[Row]:
 
 
 def show(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
-    """Print rows as a table, or as JSON; quiet: the names alone, one a line."""
+    """Print rows as a table, or as JSON; quiet: the names alone, one a line, or where rows have no name what they hold,
+    with tabs between."""
     from rich import box
     from rich.table import Table
 
@@ -121,7 +122,7 @@ def show(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
         return _print_json(rows)
     if quiet:
         for row in rows:
-            print(row["name"])
+            print(row["name"] if "name" in row else "\t".join(map(_plain, row.values())))
         return None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -158,13 +159,17 @@ def _print_json(rows: Sequence[Row]) -> None:
 def _cell(value: Any) -> str:
     from rich.markup import escape
 
+    return escape(_plain(value))
+
+
+def _plain(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return escape(", ".join(f"{name}={inner}" for name, inner in value.items()))
+        return ", ".join(f"{name}={inner}" for name, inner in value.items())
     if isinstance(value, list):
         shown = value if len(value) <= LISTED else [*value[: LISTED // 2], f"… {len(value)} in all (--json)"]
-        return escape(", ".join(map(str, shown)))
-    return escape(str(value))
+        return ", ".join(map(str, shown))
+    return str(value)

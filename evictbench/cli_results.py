@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,12 +60,12 @@ def plot(
     debug: options.Debug = False,
 ) -> None:
     """Draw results and traces, or print the numbers that the pictures show."""
-    given = {
-        name: value for name, value in locals().items() if name not in ("form", "where", "as_json", "quiet", "debug")
-    }
-    from evictbench.plot import Request, plot_and_show
+    given = _given(locals())
+    from evictbench.plot import Request
+    from evictbench.plot_command import plot_and_show
 
-    raise typer.Exit(plot_and_show(Request(**given, where=tuple(where or ()), format=form), as_json, quiet))
+    given["format"] = given.pop("form")
+    raise typer.Exit(plot_and_show(Request(**given), as_json, quiet))
 
 
 def report(
@@ -91,11 +92,11 @@ def report(
     debug: options.Debug = False,
 ) -> None:
     """Write results into one HTML file that opens from the disk: leaderboard, plots, samples, protocols, warnings."""
-    given = {name: value for name, value in locals().items() if name not in ("trace", "where", "quiet", "debug")}
+    given = _given(locals())
     from evictbench.report import Request, report_and_show
 
-    request = Request(**given, traces=tuple(trace or ()), where=tuple(where or ()))
-    raise typer.Exit(report_and_show(request, quiet))
+    given["traces"] = tuple(given.pop("trace") or ())
+    raise typer.Exit(report_and_show(Request(**given), quiet))
 
 
 def gate(
@@ -143,15 +144,22 @@ def gate(
 ) -> None:
     """Fail where a policy got worse, a result changed, or a paper's number is not reached. Exit code 1: it fails; 2:
     the runs cannot be used for it."""
-    lists = ("trace", "baseline_trace", "where")
-    given = {
-        name: value for name, value in locals().items() if name not in (*lists, "lists", "as_json", "quiet", "debug")
-    }
-    from evictbench.gate import Request, gate_and_show
+    given = _given(locals())
+    from evictbench.gate import Request
+    from evictbench.gate_command import gate_and_show
 
-    traces, others = tuple(trace or ()), tuple(baseline_trace or ())
-    request = Request(**given, traces=traces, baseline_traces=others, where=tuple(where or ()))
-    raise typer.Exit(gate_and_show(request, as_json, quiet))
+    given["traces"] = tuple(given.pop("trace") or ())
+    given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
+    raise typer.Exit(gate_and_show(Request(**given), as_json, quiet))
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a command, those that choose samples as its `filters`, without those that only it is asked."""
+    from evictbench.plot_select import Filters
+
+    given = {name: value for name, value in options.items() if name not in ("as_json", "quiet", "debug")}
+    chosen = {name: given.pop(name) for name in Filters.__dataclass_fields__}
+    return {**given, "filters": Filters(**{**chosen, "where": tuple(chosen["where"] or ())})}
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")
@@ -186,11 +194,12 @@ def list_published(
     paper: Annotated[str | None, typer.Option(help="From these papers alone, by arXiv id.")] = None,
     suite: options.OnlySuites = None,
     as_json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="One number a line, tabs between, no headings.")] = False,
 ) -> None:
     """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
     from evictbench import catalogue
 
-    catalogue.show(catalogue.published(policy, paper, suite, whole=as_json), as_json)
+    catalogue.show(catalogue.published(policy, paper, suite, whole=as_json), as_json, quiet)
 
 
 def doctor(
@@ -199,8 +208,12 @@ def doctor(
 ) -> None:
     """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
     from evictbench import catalogue
+    from evictbench.console import console_for
+    from evictbench.progress import Waiting
 
-    checks = catalogue.checks()
+    with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
+        waiting.begin("looking at libraries, devices and the model hub")
+        checks = catalogue.checks()
     catalogue.show_checks(checks, as_json, quiet)
     if any(check["status"] == "missing" for check in checks):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`evictbench gate`: do these runs still hold, and what is asked of them.
+"""What a gate asks of runs: do they still hold.
 
     --published         is what a paper reports of a policy found here, as a share of the full cache's score?
     --baseline          for code that is meant to change a result: has a score dropped, or a cost risen?
@@ -9,14 +9,14 @@ Exit code 0: passed. 1: something fails. 2: the runs cannot be used, and a sente
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
 from evictbench.gate_settings import LATENCY_TOLERANCE, TOLERANCE
+from evictbench.plot_select import ALL, Filters
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,42 +67,21 @@ class Request:
     latency_tolerance: float = LATENCY_TOLERANCE
     traces: tuple[Path, ...] = ()
     baseline_traces: tuple[Path, ...] = ()
-    suite: str | None = None
-    model: str | None = None
-    task: str | None = None
-    policy: str | None = None
-    budget: str | None = None
-    where: tuple[str, ...] = ()
+    filters: Filters = ALL
     junit: Path | None = None
     markdown: Path | None = None
 
 
-def gate_and_show(request: Request, as_json: bool = False, quiet: bool = False) -> int:
-    """Ask, show what was found (quiet: the verdict and what fails), write the files; the exit code."""
-    from evictbench import gate_show
-
-    _check(request)
-    found = findings(request)
-    shown = gate_show.as_json if as_json else gate_show.in_short if quiet else gate_show.as_table
-    print(shown(found))
-    if request.junit is not None:
-        _write(request.junit, gate_show.as_junit(found))
-    if request.markdown is not None:
-        _write(request.markdown, gate_show.as_markdown(found))
-    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        _write(Path(summary), gate_show.as_markdown(found), append=True)
-    return int(any(finding.fails for finding in found))
-
-
-def findings(request: Request) -> list[Finding]:
-    """Everything that the request asks; UserError where the runs cannot be used for it."""
-    found = [*_against_baseline(request), *_against_papers(request)]
+def findings(request: Request, phase: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Everything that the request asks; UserError where the runs cannot be used for it. `phase` hears what takes a
+    while."""
+    found = [*_against_baseline(request, phase), *_against_papers(request, phase)]
     if not found:
         raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
     return found
 
 
-def _against_baseline(request: Request) -> Iterator[Finding]:
+def _against_baseline(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
     baseline = request.baseline
     if baseline is None:
         return
@@ -121,15 +100,17 @@ def _against_baseline(request: Request) -> Iterator[Finding]:
         )
     only_traces = not any(_holds_runs(folder) for folder in (request.folder, baseline)) and traces and not request.exact
     if not only_traces:
-        yield from _runs_against(request, baseline)
+        yield from _runs_against(request, baseline, phase)
     if traces and not request.exact:
+        phase("comparing the steps of traces")
         yield from gate_latency.against_traces(traces, other_traces, request.latency_tolerance)
 
 
-def _runs_against(request: Request, baseline: Path) -> Iterator[Finding]:
+def _runs_against(request: Request, baseline: Path, phase: Callable[[str], None]) -> Iterator[Finding]:
     from evictbench import gate_baseline, gate_cells, gate_exact
 
-    here, there = _chosen(request, request.folder), _chosen(request, baseline)
+    here, there = _chosen(request, request.folder, phase), _chosen(request, baseline, phase)
+    phase(f"comparing them with those in {baseline}")
     found = gate_cells.pairs(here, there, exact=request.exact, in_common=request.paired)
     if request.exact:
         yield from gate_exact.against_itself(found)
@@ -138,7 +119,7 @@ def _runs_against(request: Request, baseline: Path) -> Iterator[Finding]:
         yield from gate_baseline.above_full([pair.here for pair in found], here)
 
 
-def _against_papers(request: Request) -> Iterator[Finding]:
+def _against_papers(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
     """Of the cells asked for; the full cache's beside them is taken whether it is asked for or not."""
     if not request.published:
         return
@@ -147,59 +128,23 @@ def _against_papers(request: Request) -> Iterator[Finding]:
     from evictbench.plot_select import asked
     from evictbench.published import read_published
 
-    cells = {cell.name for cell in cells_of(_chosen(request, request.folder))}
-    suites = asked(request).get("suite")
+    cells = {cell.name for cell in cells_of(_chosen(request, request.folder, phase))}
+    suites = asked(request.filters).get("suite")
+    phase("comparing them with the numbers of papers")
     for finding in against_published(request.folder, read_published(), request.tolerance):
         if finding.cell in cells and (suites is None or finding.suite in suites):
             yield finding
 
 
-def _chosen(request: Request, folder: Path) -> pd.DataFrame:
+def _chosen(request: Request, folder: Path, phase: Callable[[str], None]) -> pd.DataFrame:
+    phase(f"reading the runs in {folder}")
     from evictbench.plot_select import asked, choose
     from evictbench.results_frame import read_results
 
-    return choose(read_results(folder, text=False), asked(request))
+    return choose(read_results(folder, text=False), asked(request.filters))
 
 
 def _holds_runs(folder: Path) -> bool:
     from evictbench.records import RUN
 
     return next(folder.rglob(RUN), None) is not None
-
-
-def _check(request: Request) -> None:
-    """What can be known before anything is read."""
-    if not request.folder.is_dir():
-        raise UserError(f"There is no folder {request.folder}.")
-    if request.baseline is None:
-        for option, given in {
-            "--exact": request.exact,
-            "--paired": request.paired,
-            "--trace": request.traces,
-            "--baseline-trace": request.baseline_traces,
-        }.items():
-            if given:
-                raise UserError(f"{option} is about a baseline: name one with --baseline.")
-        if not request.published:
-            raise UserError("A gate holds runs against something: --published, or --baseline FOLDER.")
-    if request.published and (request.model or request.task or request.where):
-        raise UserError("--model, --task and --where do not go with --published: name the folder of these runs.")
-    if not 0 <= request.tolerance < 1:
-        raise UserError(f"--tolerance is a drop in score from 0 to 1 (0.02 is two points), not {request.tolerance:g}.")
-    if not request.latency_tolerance >= 0:
-        raise UserError(f"--latency-tolerance is a share from 0 up (0.1 is 10%), not {request.latency_tolerance:g}.")
-    for file in filter(None, (request.junit, request.markdown)):
-        if file.is_dir():
-            raise UserError(f"{file} is a folder, and what is written is a file.")
-        parent = next(folder for folder in file.absolute().parents if folder.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"{file} cannot be written: {parent} is a file, or gives no permission.")
-
-
-def _write(file: Path, text: str, append: bool = False) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a" if append else "w", encoding="utf-8") as out:
-            out.write(text if text.endswith("\n") else text + "\n")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror or error}.") from error

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 STRETCHES = 16
 """Parts of a cell's decode, each a pair of one ratio here and one there."""
 
+LATENCY = "latency"
+"""What its findings are about: a decode step's time over the full cache's."""
+
 ALIKE = ("weights", "dtype", "device", "prefill", "chunk", "new_tokens")
 """What two traces that are compared were both made by, beside the model."""
 
@@ -180,7 +183,7 @@ def _finding(
         cell=named(policy, budget),
         suite=f"trace of {trace.about.get('model')}",
         task=f"{context} tokens, {rows} row{'s' if rows > 1 else ''}",
-        quantity="latency",
+        quantity=LATENCY,
         here=here,
         there=there,
         difference=apart,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evictbench import plot_print
 from evictbench.errors import UserError
-from evictbench.registry import unknown
+from evictbench.plot_select import ALL, Filters
 from evictbench.trace_schema import is_trace
 
 if TYPE_CHECKING:
@@ -44,12 +41,7 @@ class Request:
     figures: str | None = None
     metric: str = "score"
     by: str | None = None
-    suite: str | None = None
-    model: str | None = None
-    task: str | None = None
-    policy: str | None = None
-    budget: str | None = None
-    where: tuple[str, ...] = ()
+    filters: Filters = ALL
     allow: str | None = None
     paired: bool = False
     format: str = "png,svg"
@@ -72,98 +64,6 @@ class Drawing:
         return self.draw(shortened(self.numbers))
 
 
-def plot_and_show(request: Request, as_json: bool = False, quiet: bool = False) -> int:
-    """Write the pictures or print the numbers, as JSON if need be; the exit code. quiet: not where pictures went."""
-    forms = _formats(request.format)
-    names = _figures(request)
-    if set(forms) & set(PICTURES) and not as_json:
-        _check_out(request.out)
-    found = list(drawings(request, names, _say))
-    texts = [form for form in forms if form in plot_print.TEXTS]
-    printed = [
-        drawing
-        for number, drawing in enumerate(found)
-        if not any(drawing.numbers.equals(earlier.numbers) for earlier in found[:number])
-    ]
-    if as_json:
-        print(plot_print.as_json([(drawing.name, drawing.title, drawing.numbers) for drawing in printed]))
-        return 0
-    for drawing in printed:
-        for form in texts:
-            if len(printed) > 1 and form in ("csv", "markdown"):
-                print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
-            print(plot_print.as_text(drawing.numbers, form, drawing.title))
-            print()
-    for file in _write(found, [form for form in forms if form in PICTURES], request.out):
-        if not quiet:
-            print(f"written to {file}")
-    if not quiet and set(forms) & set(PICTURES) and not is_trace(request.folder):
-        print(f"next: evictbench report {shlex.quote(str(request.folder))}")
-    return 0
-
-
-def _say(sentence: str) -> None:
-    print(f"warning: {sentence}", file=sys.stderr)
-
-
-def _write(drawings: Sequence[Drawing], forms: Sequence[str], out: Path) -> Iterator[Path]:
-    import matplotlib as mpl
-
-    from evictbench.plot_axes import SETTINGS
-
-    if not forms:
-        return
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for drawing in drawings:
-            with mpl.rc_context(SETTINGS):
-                figure = drawing.figure()
-                for form in forms:
-                    file = out / f"{drawing.name}.{form}"
-                    metadata = {"Date": None} if form == "svg" else {}
-                    figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.08, metadata=metadata)
-                    yield file
-    except OSError as error:
-        raise UserError(f"Plots cannot be written to {out}: {error.strerror or error}.") from error
-
-
-def _check_out(out: Path) -> None:
-    import os
-
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; plots need a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"Plots cannot be written to {out}: no permission in {parent}.")
-
-
-def _formats(text: str) -> list[str]:
-    forms = _words(text)
-    for form in forms:
-        if form not in (*PICTURES, *plot_print.TEXTS):
-            raise unknown("format", form, (*PICTURES, *plot_print.TEXTS))
-    if not forms:
-        raise UserError(f"--format names nothing: {', '.join((*PICTURES, *plot_print.TEXTS))}.")
-    return forms
-
-
-def _figures(request: Request) -> list[str] | None:
-    """The figures asked for, checked; None: all that there is data for."""
-    if not request.folder.is_dir():
-        raise UserError(f"There is no folder {request.folder}.")
-    known, others = (OF_TRACES, OF_RUNS) if is_trace(request.folder) else (OF_RUNS, OF_TRACES)
-    if request.figures is None:
-        return None
-    names = _words(request.figures)
-    for name in names:
-        if name in others:
-            kind = "runs" if name in OF_RUNS else "a trace"
-            raise UserError(f"The figure {name} is of {kind}, and {request.folder} is not: name another folder.")
-        if name not in known:
-            raise unknown("figure", name, known)
-    return names
-
-
 def drawings(request: Request, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
     """The figures of `names`, or all that the folder has data for (None), for whoever draws them; UserError for what
     cannot be drawn. warn: takes sentences that the reader of a figure should know."""
@@ -179,10 +79,10 @@ def _of_runs(request: Request, names: Sequence[str] | None, warn: Callable[[str]
     from evictbench import plot_select as select
     from evictbench.results_frame import metric_column, read_results
 
-    samples = select.choose(read_results(request.folder, text=False), select.asked(request))
+    samples = select.choose(read_results(request.folder, text=False), select.asked(request.filters))
     if request.by is not None:
         select.check_column(request.by)
-    allowed = _words(request.allow or "")
+    allowed = select.listed(request.allow or "")
     for name in allowed:
         select.check_column(name)
     column = metric_column(samples, request.metric)
@@ -281,7 +181,3 @@ def _tasks_said(panels: Iterable[pd.DataFrame], by: str | None) -> str:
     if len(tasks) == 1:
         return f"{tasks[0]}, {count} samples"
     return f"{'' if by == 'task' else 'mean of '}{len(tasks)} tasks, {count} samples each"
-
-
-def _words(text: str) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.registry import split_policies, unknown
@@ -41,14 +42,36 @@ PANELS = ("suite", "model", "task", *SHARED, *BUDGETED, "budget", "policy", "pol
 """Columns that --by and --where take."""
 
 
-def asked(filters: Any) -> dict[str, list[str]]:
-    """The values that are asked for of each column, for `choose`. filters: the options of a command, with `suite`,
-    `model`, `task`, `policy`, `budget` (comma lists or None) and `where`, as given."""
+@dataclass(frozen=True)
+class Filters:
+    """The options that say which samples a command looks at, as given: comma lists, None for all of them; where:
+    column=value each."""
+
+    suite: str | None = None
+    model: str | None = None
+    task: str | None = None
+    policy: str | None = None
+    budget: str | None = None
+    where: tuple[str, ...] = ()
+
+    def options(self) -> list[str]:
+        """The same as words of a command line."""
+        words = [(name, getattr(self, name)) for name in ("suite", "model", "task", "policy", "budget")]
+        words += [("where", pair) for pair in self.where]
+        return [word for name, value in words if value is not None for word in (f"--{name}", value)]
+
+
+ALL = Filters()
+"""Every sample."""
+
+
+def asked(filters: Filters) -> dict[str, list[str]]:
+    """The values that are asked for of each column, for `choose`."""
     chosen: dict[str, list[str]] = {}
     for column in ("suite", "model", "task", "budget"):
         given = getattr(filters, column)
         if given is not None:
-            chosen[column] = list(dict.fromkeys(word.strip() for word in given.split(",") if word.strip()))
+            chosen[column] = listed(given)
     if filters.policy is not None:
         chosen["policy"] = split_policies(filters.policy)
     for pair in filters.where:
@@ -57,6 +80,11 @@ def asked(filters: Any) -> dict[str, list[str]]:
             raise UserError(f"--where takes column=value, and not {pair!r}.")
         chosen.setdefault(column.strip(), []).append(value.strip())
     return chosen
+
+
+def listed(text: str) -> list[str]:
+    """The words of a comma list, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.plot_select import said
+from evictbench.plot_select import Filters, said
 from evictbench.registry import split_policies, unknown
 from evictbench.trace_schema import DECODE, OK, PREFILL, RETENTION_FILE, read_retention, read_trace
 
@@ -32,7 +32,7 @@ def drawings(request: Request, names: Sequence[str] | None) -> Iterator[Drawing]
     _check_options(request)
     about, steps = read_trace(request.folder)
     retention = read_retention(request.folder)
-    steps = _chosen(steps, request)
+    steps = _chosen(steps, request.filters)
     if steps.empty:
         raise UserError(f"The trace in {request.folder} has no step yet.")
     title = f"{about.get('model', request.folder.name)}, {about.get('device', 'trace')}"
@@ -49,7 +49,7 @@ def drawings(request: Request, names: Sequence[str] | None) -> Iterator[Drawing]
                 f"{request.folder} has no {RETENTION_FILE}: trace again with retention, or leave out {name}."
             )
         else:
-            kept = _chosen(retention, request)
+            kept = _chosen(retention, request.filters)
             if name == "retention":
                 yield Drawing(f"retention-{mark}", title, retention_map(kept), lambda f: figures.retention(f, title))
             else:
@@ -232,14 +232,14 @@ def _cells(retention: pd.DataFrame) -> Any:
     return retention.fillna({"budget": ""}).groupby(["policy", "budget"], sort=False)
 
 
-def _chosen(frame: pd.DataFrame, request: Request) -> pd.DataFrame:
+def _chosen(frame: pd.DataFrame, filters: Filters) -> pd.DataFrame:
     """The rows of a trace that the filters leave."""
     chosen: dict[str, list[str]] = {}
-    if request.policy is not None:
-        chosen["policy"] = split_policies(request.policy)
-    if request.budget is not None:
-        chosen["budget"] = [word.strip() for word in request.budget.split(",")]
-    for pair in request.where:
+    if filters.policy is not None:
+        chosen["policy"] = split_policies(filters.policy)
+    if filters.budget is not None:
+        chosen["budget"] = [word.strip() for word in filters.budget.split(",")]
+    for pair in filters.where:
         column, _, value = pair.partition("=")
         if column not in FILTERS:
             raise unknown("column", column, FILTERS, " of a trace")
@@ -258,7 +258,8 @@ def _chosen(frame: pd.DataFrame, request: Request) -> pd.DataFrame:
 def _check_options(request: Request) -> None:
     """A trace has no scores: options that are about them do nothing here."""
     given = {"metric": request.metric != "score", "paired": request.paired}
-    given |= {name: getattr(request, name) is not None for name in ("by", "suite", "model", "task", "allow")}
+    given |= {name: getattr(request, name) is not None for name in ("by", "allow")}
+    given |= {name: getattr(request.filters, name) is not None for name in ("suite", "model", "task")}
     idle = [f"--{name}" for name, is_given in given.items() if is_given]
     if idle:
         raise UserError(f"{request.folder} is a trace, where {' and '.join(idle)} would do nothing: leave it out.")

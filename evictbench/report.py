@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evictbench import plot
+from evictbench.console import console_for, say
 from evictbench.errors import UserError
+from evictbench.plot_select import ALL, Filters
+from evictbench.progress import Waiting
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,46 +37,47 @@ class Request:
     traces: tuple[Path, ...] = ()
     out: Path = Path("results/report.html")
     title: str = "evictbench report"
-    suite: str | None = None
-    model: str | None = None
-    task: str | None = None
-    policy: str | None = None
-    budget: str | None = None
-    where: tuple[str, ...] = ()
+    filters: Filters = ALL
     documents: int | None = None
     tokenizer: Path | None = None
 
     def of_runs(self) -> plot.Request:
         """The same filters for figures of runs."""
-        filters = {name: getattr(self, name) for name in ("suite", "model", "task", "policy", "budget", "where")}
-        return plot.Request(self.folder, **filters)
+        return plot.Request(self.folder, filters=self.filters)
 
 
 def report_and_show(request: Request, quiet: bool = False) -> int:
     """Write the file, and say what it warns of and, if not quiet, where it is; the exit code."""
     _check(request)
-    page, warnings = build(request)
-    data = page.encode("utf-8", errors="replace")
-    _write(request.out, data)
+    with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
+        page, warnings = build(request, waiting.begin)
+        waiting.begin(f"writing {request.out}")
+        data = page.encode("utf-8", errors="replace")
+        _write(request.out, data)
     for sentence in warnings:
         print(f"warning: {sentence}", file=sys.stderr)
-    if not quiet:
-        print(f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
-        print("next: open it in a browser")
+    words = console_for(stderr=False, quiet=quiet)
+    say(words, f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
+    say(words, f"next: open it in a browser: python -m webbrowser {shlex.quote(str(request.out))}")
     return 0
 
 
-def build(request: Request) -> tuple[str, list[str]]:
-    """The page, and the sentences that it warns with."""
+def build(request: Request, phase: Callable[[str], None] = lambda _: None) -> tuple[str, list[str]]:
+    """The page, and the sentences that it warns with. `phase` hears what takes a while."""
+    phase(f"reading {request.folder}")
     from evictbench import report_figures, report_page, report_protocol, report_samples, report_tables, report_warnings
 
     samples = _chosen(request)
+    phase("comparing policies and budgets")
     board = report_tables.leaderboard(samples)
+    phase("drawing the figures")
     figures, refusals = report_figures.figures(request, samples)
+    phase("holding protocols against each other")
     runs = report_protocol.groups(samples)
     warnings = [*report_warnings.warnings(samples, board), *report_protocol.warnings(runs), *refusals]
     render = partial(report_page.render, request.title, samples, board, figures, runs, warnings)
     room = MOST_BYTES - len(render(report_samples.Browser()).encode(errors="replace"))
+    phase("choosing prompts and answers to show")
     browser = report_samples.browser(samples, request.documents, request.tokenizer, room)
     page = render(browser)
     return page, [warning.text for warning in warnings] + browser.notes
@@ -81,7 +87,7 @@ def _chosen(request: Request) -> pd.DataFrame:
     from evictbench.plot_select import asked, choose
     from evictbench.results_frame import read_results
 
-    return choose(read_results(request.folder, text=False), asked(request))
+    return choose(read_results(request.folder, text=False), asked(request.filters))
 
 
 def _check(request: Request) -> None:

@@ -49,7 +49,7 @@ def figures(request: Request, samples: pd.DataFrame) -> tuple[list[Drawn], list[
     found: list[Drawn] = []
     refused: list[Notice] = []
     for (suite, model), group in samples.groupby(["suite", "model"], observed=True):
-        asked = replace(request.of_runs(), suite=str(suite), model=str(model))
+        asked = replace(request.of_runs(), filters=replace(request.filters, suite=str(suite), model=str(model)))
         drawings, error, notes = _drawings(asked, group)
         refused += _add(found, drawings)
         # How many documents each run has is warned of beside the leaderboard.

@@ -26,7 +26,17 @@ CORE: tuple[str, ...] = (
     "slots",
 )
 CORE += ("deadlines", "reindex", "together", *(name[:-3] for name in ENGINE if name.startswith("paged")))
-READERS = ("plot", "report", "gate", "catalogue", "records", "results_frame", "cli", "cli_results", "settings")
+READERS = (
+    "plot_command",
+    "report",
+    "gate_command",
+    "catalogue",
+    "records",
+    "results_frame",
+    "cli",
+    "cli_results",
+    "settings",
+)
 
 
 def members(tree: ast.Module) -> set[str]:

@@ -1,12 +1,16 @@
 """The table, JSON, JUnit's XML, Markdown and GitHub's step summary."""
 
 import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from gate.gate_cases import right, write_run
+from gate.gate_cases import right, steps, write_run, write_trace
 
-from evictbench.gate import Finding
+from evictbench.errors import UserError
+from evictbench.gate import Finding, Request, findings
 from evictbench.gate_show import as_json, as_junit, as_markdown, as_table, verdict
 
 
@@ -99,6 +103,54 @@ def test_files_are_written_and_a_failure_is_too(gate, folders, tmp_path):
     assert "failed: h2o @ 64 on ruler, niah, score: The score has dropped by 30.0 points" in out
     assert ElementTree.parse(junit).getroot().get("failures") == "1"
     assert markdown.read_text().startswith("### evictbench gate: failed, 1 of 3")
+    assert out.splitlines()[-3:] == [
+        f"written to {junit}",
+        f"written to {markdown}",
+        f"next: evictbench report {folders[0]} --suite ruler",
+    ]
+
+
+def test_it_says_what_it_asks_with_its_defaults(gate, folders):
+    _, out, _ = gate(*folders, "--policy", "h2o")
+    assert out.splitlines()[:5] == [
+        "gate:",
+        f"  runs      {folders[0]} --policy h2o",
+        f"  against   {folders[2]}",
+        "  samples   all",
+        "  fails on  a drop in score of more than 2 points, a decode step that takes over 10% more",
+    ]
+
+
+def test_quiet_and_json_keep_stdout_to_the_verdict(gate, folders, tmp_path):
+    code, out, err = gate(*folders, "--quiet", "--junit", tmp_path / "gate.xml")
+    assert (code, err) == (1, "")
+    assert [line.partition(":")[0].partition(",")[0] for line in out.splitlines()] == ["failed", "failed"]
+    _, out, err = gate(*folders, "--json", "--junit", tmp_path / "gate.xml")
+    assert json.loads(out)["passed"] is False
+    assert f"written to {tmp_path / 'gate.xml'}" in err
+    assert gate(*folders, "--json", "--quiet")[2] == ""
+
+
+def test_of_traces_alone_the_next_command_is_about_them(gate, tmp_path):
+    for side in ("here", "there"):
+        write_trace(tmp_path / side / "t", steps())
+    code, out, _ = gate(tmp_path / "here", "--baseline", tmp_path / "there")
+    assert code == 0
+    assert out.splitlines()[-1] == f"next: evictbench plot {tmp_path / 'here' / 't'}"
+
+
+@pytest.mark.parametrize("words", [("--baseline", "there"), ("--baseline", "there", "--exact"), ("--published",)])
+def test_it_says_what_it_waits_for(tmp_path, monkeypatch, words):
+    for side in ("here", "there"):
+        write_run(tmp_path / side, right(4, 10))
+    monkeypatch.chdir(tmp_path)
+    request = Request(Path("here"), published=words[0] == "--published", exact="--exact" in words)
+    request = replace(request, baseline=None if request.published else Path("there"))
+    said = []
+    with suppress(UserError):  # no paper speaks of these runs
+        findings(request, said.append)
+    assert said[0] == "reading the runs in here"
+    assert said[-1].startswith("comparing them with")
 
 
 def test_the_step_summary_is_added_to(gate, folders, tmp_path, monkeypatch):

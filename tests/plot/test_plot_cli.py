@@ -44,6 +44,27 @@ def test_pictures_of_all_there_is(plot, grid, tmp_path):
     assert "</svg>" in svg
 
 
+def test_what_is_written_and_what_comes_next_are_said_apart_from_numbers(plot, grid, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trace = write_trace(tmp_path / "fast", steps())
+    words = ("--figures", "budget", "--policy", "h2o,full", "--where", "question=unseen")
+    code, out, err = plot("runs", *words, "--format", "png")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "written to results/plots/budget-ruler-tiny.png",
+        "next: evictbench report runs --policy h2o,full --where question=unseen",
+    ]
+    assert plot("runs", *words, "--format", "png", "--quiet") == (0, "", "")
+    _, out, err = plot("runs", *words, "--format", "csv,png")
+    assert "written" not in out
+    assert err.startswith("written to results/plots/budget-ruler-tiny.png\nnext: ")
+    _, out, _ = plot(trace, "--figures", "latency", "--format", "png")
+    assert out.splitlines()[-1] == f"next: evictbench plot {trace} --format table"
+    (tmp_path / "results" / "runs").mkdir()
+    _, out, _ = plot(trace, "--figures", "latency", "--format", "png")
+    assert out.splitlines()[-1] == f"next: evictbench report results/runs --trace {trace}"
+
+
 def test_the_same_picture_again_is_the_same_file(plot, grid, tmp_path):
     for folder in ("a", "b"):
         plot(grid, "--figures", "budget", "--format", "svg", "--out", tmp_path / folder)

@@ -8,8 +8,9 @@ import pytest
 from plot_records import retention, right, steps, write_run, write_trace
 from test_plot_figures import assert_nothing_touches
 
-from evictbench.plot import Request, drawings, plot_and_show
+from evictbench.plot import Request, drawings
 from evictbench.plot_axes import SETTINGS
+from evictbench.plot_command import plot_and_show
 from evictbench.plot_labels import LONGEST, short_names
 
 LONG = "h2o:" + ",".join(f"setting{number}=value{number}" for number in range(12))

@@ -11,6 +11,7 @@ from evictbench import plot_trace_figures as figures
 from evictbench.errors import UserError
 from evictbench.plot import Request, drawings
 from evictbench.plot_axes import SETTINGS
+from evictbench.plot_select import Filters
 from evictbench.plot_trace import kept_points, latency_points, memory_points, retention_map
 from evictbench.trace_schema import RETENTION, STEPS, STEPS_FILE, TRACE, arrow_schema, read_trace
 
@@ -144,9 +145,9 @@ def test_what_is_no_whole_trace_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"has no .*retention\.parquet"):
         list(drawings(Request(folder), ["retention"], pytest.fail))
     with pytest.raises(UserError, match="--by and --task would do nothing"):
-        list(drawings(Request(folder, by="task", task="vt"), None, pytest.fail))
+        list(drawings(Request(folder, by="task", filters=Filters(task="vt")), None, pytest.fail))
     with pytest.raises(UserError, match=r"Unknown policy 'h20' in this trace: did you mean h2o\?"):
-        list(drawings(Request(folder, policy="h20"), None, pytest.fail))
+        list(drawings(Request(folder, filters=Filters(policy="h20")), None, pytest.fail))
     whole = (folder / STEPS_FILE).read_bytes()
     (folder / STEPS_FILE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="half-written or damaged"):

@@ -15,6 +15,8 @@ from plot.plot_records import right, sample, write_run
 from report.report_cases import HOSTILE, WORDS, Page, answers, prompt, word_tokenizer
 
 from evictbench import records
+from evictbench.plot_select import Filters
+from evictbench.report import Request, build
 
 
 def packs(text):
@@ -237,6 +239,20 @@ def test_filters_are_those_of_plots(report, runs, tmp_path):
     tasks = {attributes["data-task"] for tag, attributes in found.elements if "data-task" in attributes}
     assert (policies, tasks) == ({"full", "h2o"}, {"vt"})
     assert "tova" not in "".join(found.text)
+
+
+def test_it_says_what_it_waits_for_where_the_file_is_and_how_to_open_it(report, runs, tmp_path):
+    out = tmp_path / "a page.html"
+    code, said, _ = report(runs, "--suite", "ruler", "--documents", 0, "--out", out)
+    assert code == 0
+    written, following = said.splitlines()
+    assert written.startswith(f"written to {out} (")
+    assert following == f"next: open it in a browser: python -m webbrowser '{out}'"
+    assert report(runs, "--suite", "ruler", "--documents", 0, "--out", out, "--quiet")[1] == ""
+    waited = []
+    build(Request(runs, out=out, filters=Filters(suite="ruler"), documents=0), waited.append)
+    assert waited[0] == f"reading {runs}"
+    assert "drawing the figures" in waited
 
 
 def test_its_help_is_quick_and_has_an_example(tmp_path):
