@@ -70,12 +70,12 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) ->
         return _weighed(pool, query, positions.shape[0], scaling)
     own = (query * scaling).reshape(positions.shape[0], -1, head_dim)
     wide = torch.promote_types(query.dtype, torch.float32)
-    logits = torch.bmm(own[owner], pool.buffers["keys"].transpose(1, 2)).to(wide)
-    hidden = pool.buffers["deadlines"] <= positions[owner][:, None]
+    logits = torch.bmm(own.index_select(0, owner), pool.buffers["keys"].transpose(1, 2)).to(wide)
+    hidden = pool.buffers["deadlines"] <= positions.index_select(0, owner)[:, None]
     logits.masked_fill_(hidden[:, None], -torch.inf)
     largest = logits.new_full(own.shape[:2], -torch.inf)
     largest.scatter_reduce_(0, owner[:, None].expand(-1, own.shape[1]), logits.amax(-1), "amax")
-    weights = logits.sub_(largest[owner][:, :, None]).exp_()
+    weights = logits.sub_(largest.index_select(0, owner)[:, :, None]).exp_()
     total = torch.zeros_like(largest).index_add_(0, owner, weights.sum(-1))
     parts = torch.bmm(weights.to(values.dtype), values).to(wide)
     output = torch.zeros(own.shape, dtype=wide, device=query.device).index_add_(0, owner, parts)

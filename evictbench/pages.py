@@ -289,7 +289,7 @@ class PagePool:
     def look_ahead(self, following: Tensor) -> None:
         """Find what the next queries see and what they free. following: `[owners]` int32, their positions."""
         deadlines, positions = self.buffers["deadlines"], self.buffers["positions"]
-        seen = deadlines > following[self.owner][:, None]
+        seen = deadlines > following.index_select(0, self.owner)[:, None]
         self.visible = torch.zeros_like(self.visible).index_add_(0, self.owner, seen.sum(-1))
         slots = torch.arange(seen.numel(), device=self.device).view(seen.shape)
         dead = slots.masked_fill(seen | (positions == EMPTY), -1).amax(-1)

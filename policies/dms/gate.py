@@ -48,9 +48,11 @@ class SeparateGate:
 
     def logits(self, layer: int, hidden: Tensor) -> Tensor:
         """z `[rows, kv_heads, tokens]` from the layer's input `[rows, tokens, hidden]`."""
+        from torch.nn.functional import linear
+
         weight, bias = self.weight[layer].to(hidden.device), self.bias[layer].to(hidden.device)
-        read = normalised(hidden, self.epsilon).to(weight.dtype) @ weight.mT + bias
-        return logits(read).transpose(1, 2)
+        normed = normalised(hidden, self.epsilon).to(weight.dtype)
+        return logits(linear(normed, weight, bias)).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from evictbench.reindex import turn
 
 from . import mlstm
 from .ranking import priority
+from .scorers import by_head
 
 if TYPE_CHECKING:
     from evictbench.policy import Step
@@ -44,19 +45,20 @@ def score_leaving(steps: Sequence[Step], scorer: MLSTMScorer, log_gamma: Tensor,
     z = scorer.standardise(turn(keys, *first.entered.turning_back(0, window - 1)), values)
     key, value, input_gate, log_forget = scorer.write_features(z[:, :, :new])
     left = z[:, :, new:]
-    query = left @ scorer.wq
-    state = mlstm.State(*(_joined([step.memory[name] for step in steps]) for name in MEMORY))
+    query = by_head(left, scorer.wq)
     if new == 1:
-        after = mlstm.step(state, key[:, :, 0], value[:, :, 0], input_gate[:, :, 0], log_forget[:, :, 0])
-        answer = mlstm.read(after, query[:, :, 0])[:, :, None]
+        states = [mlstm.State(*(step.memory[name] for name in MEMORY)) for step in steps]
+        one = (part[:, :, 0] for part in (key, value, input_gate, log_forget, query))
+        answer = mlstm.step_and_read(states, *one)[:, :, None]
     else:
+        state = mlstm.State(*(_joined([step.memory[name] for step in steps]) for name in MEMORY))
         padding = (asked < 0)[:, None]
         input_gate = input_gate.masked_fill(padding, -torch.inf)
         log_forget = log_forget.masked_fill(padding, 0.0)
         answer, after = mlstm.chunked(state, key, value, input_gate, log_forget, query)
-    for name, updated in zip(MEMORY, after, strict=True):
-        for step, part in zip(steps, updated.split(kv_heads, dim=1), strict=True):
-            step.memory[name].copy_(part)
+        for name, updated in zip(MEMORY, after, strict=True):
+            for step, part in zip(steps, updated.split(kv_heads, dim=1), strict=True):
+                step.memory[name].copy_(part)
     score = priority(scorer.judge(torch.cat([left, answer], dim=-1)), log_gamma, leaving[:, None])
     by_layer = (part.split(kv_heads, dim=1) for part in (slots, found, score))
     for step, *parts in zip(steps, *by_layer, strict=True):

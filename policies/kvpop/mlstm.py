@@ -13,6 +13,7 @@ before it. Both take leading dimensions `[..]` and keep float32 or wider.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,9 +58,38 @@ def step(state: State, key: Tensor, value: Tensor, input_gate: Tensor, log_forge
 
 def read(state: State, query: Tensor) -> Tensor:
     """What a state answers to a query `[.., head_dim]`: `[.., head_dim]`."""
-    found = (state.memory @ query[..., None])[..., 0]
-    norm = (state.normaliser * query).sum(-1).abs()
-    return found / torch.maximum(norm, (-state.stabiliser).clamp(max=_LARGEST_EXPONENT).exp())[..., None]
+    return _normalised((state.memory @ query[..., None])[..., 0], state.normaliser, state.stabiliser, query)
+
+
+def _normalised(found: Tensor, normaliser: Tensor, stabiliser: Tensor, query: Tensor) -> Tensor:
+    norm = (normaliser * query).sum(-1).abs()
+    return found / torch.maximum(norm, (-stabiliser).clamp(max=_LARGEST_EXPONENT).exp())[..., None]
+
+
+def step_and_read(
+    states: Sequence[State], key: Tensor, value: Tensor, input_gate: Tensor, log_forget: Tensor, query: Tensor
+) -> Tensor:
+    """One token written into layers' states, in place, and what each then answers: `step` and `read` without a copy of
+    any memory.
+
+    states: of layers whose heads lie side by side in key, value, query `[rows, heads, head_dim]` and gates
+    `[rows, heads]`; the answers lie likewise.
+    """
+    heads = states[0].stabiliser.shape[-1]
+    normaliser, before = (torch.cat([state[index] for state in states], dim=1) for index in (1, 2))
+    kept = log_forget + before
+    stabiliser = torch.maximum(kept, input_gate)
+    keep, write = (kept - stabiliser).exp(), (input_gate - stabiliser).exp()
+    written = write[..., None] * key
+    normaliser = keep[..., None] * normaliser + written
+    parts = (part.split(heads, dim=1) for part in (keep, value, written, query, normaliser, stabiliser))
+    found = []
+    for state, kept_part, value_part, written_part, asked, *small in zip(states, *parts, strict=True):
+        state.memory.mul_(kept_part[..., None, None]).addcmul_(value_part[..., None], written_part[..., None, :])
+        found.append(state.memory @ asked[..., None])
+        for old, new in zip(state[1:], small, strict=True):
+            old.copy_(new)
+    return _normalised(torch.cat(found, dim=1)[..., 0], normaliser, stabiliser, query)
 
 
 def chunked(

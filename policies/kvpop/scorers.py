@@ -27,6 +27,16 @@ def normal(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape) / fan_in**0.5)
 
 
+def by_head(inputs: Tensor, weight: Tensor) -> Tensor:
+    """`[rows, heads, S, in]` times each head's `[heads, in, out]`, all rows in one product: a weight that is broadcast
+    over rows is copied for each of them."""
+    rows, heads, length, width = inputs.shape
+    if rows == 1:
+        return torch.matmul(inputs, weight)
+    flat = inputs.transpose(0, 1).reshape(heads, rows * length, width)
+    return (flat @ weight).view(heads, rows, length, weight.shape[-1]).transpose(0, 1)
+
+
 class MLPScorer(nn.Module):
     """`r = w2 · SiLU(W1 z + b1) + b2`: KVpop_mlp (arXiv 2607.05061 v2). hidden: the width, which is ours."""
 
@@ -90,8 +100,8 @@ class MLPScorer(nn.Module):
 
     def judge(self, seen: Tensor) -> Tensor:
         """The two layers: `[rows, heads, S, inputs]` to `[rows, heads, S]`."""
-        hidden = F.silu(seen @ self.w1 + self.b1[:, None])
-        return (hidden @ self.w2[..., None])[..., 0] + self.b2[:, None]
+        hidden = F.silu(by_head(seen, self.w1) + self.b1[:, None])
+        return by_head(hidden, self.w2[..., None])[..., 0] + self.b2[:, None]
 
     def forward(self, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
         """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no
@@ -122,7 +132,7 @@ class MLSTMScorer(MLPScorer):
 
     def write_features(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Key feature, value feature, input gate's exponent and log of the forget gate of tokens `[.., S, 2d]`."""
-        gates = z @ self.gates + self.gate_bias[:, None]
+        gates = by_head(z, self.gates) + self.gate_bias[:, None]
         key, value = z.split(self.head_dim, dim=-1)
         return key / self.head_dim**0.5, value, gates[..., 0], F.logsigmoid(gates[..., 1])
 
@@ -133,7 +143,7 @@ class MLSTMScorer(MLPScorer):
         rows, heads, length, _ = z.shape
         key, value, input_gate, log_forget = self.write_features(z)
         state = mlstm.empty_state((rows, heads), self.head_dim, z.device, z.dtype)
-        query = z @ self.wq
+        query = by_head(z, self.wq)
         behind = max(0, window - 1)
         # Token t is read for after token t + behind.
         reading = F.pad(query, (0, 0, min(behind, length), 0))[:, :, :length]
