@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -139,9 +140,10 @@ def _policies(settings: Settings) -> dict[str, registry.ChosenPolicy]:
 def _yardstick() -> registry.ChosenPolicy:
     """The policy that evicts nothing."""
     for name in registry.names(registry.POLICIES):
-        found = registry.parse_policy(name)
-        if not found.policy.needs_budget:
-            return found
+        with suppress(UserError):  # a policy that does not load is no yardstick
+            found = registry.parse_policy(name)
+            if not found.policy.needs_budget:
+                return found
     raise UserError("No policy that evicts nothing is installed, to measure the others against.")
 
 
