@@ -163,7 +163,7 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @listing.command("policies", epilog=f"Example: {LIST_EXAMPLE}")
-def list_policies(as_json: options.Json = False, quiet: Names = False) -> None:
+def list_policies(as_json: options.Json = False, quiet: Names = False, debug: options.Debug = False) -> None:
     """The eviction policies, with their settings."""
     from evictbench import catalogue
 
@@ -171,7 +171,7 @@ def list_policies(as_json: options.Json = False, quiet: Names = False) -> None:
 
 
 @listing.command("suites", epilog="Example: evictbench list suites --json")
-def list_suites(as_json: options.Json = False, quiet: Names = False) -> None:
+def list_suites(as_json: options.Json = False, quiet: Names = False, debug: options.Debug = False) -> None:
     """The suites, with their tasks."""
     from evictbench import catalogue
 
@@ -179,7 +179,7 @@ def list_suites(as_json: options.Json = False, quiet: Names = False) -> None:
 
 
 @listing.command("models", epilog="Example: evictbench list models")
-def list_models(as_json: options.Json = False, quiet: Names = False) -> None:
+def list_models(as_json: options.Json = False, quiet: Names = False, debug: options.Debug = False) -> None:
     """Models to start with; any other may be named by its folder or hub id."""
     from evictbench import catalogue
 
@@ -195,6 +195,7 @@ def list_published(
     suite: options.OnlySuites = None,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="One number a line, tabs between, no headings.")] = False,
+    debug: options.Debug = False,
 ) -> None:
     """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
     from evictbench import catalogue
@@ -205,6 +206,7 @@ def list_published(
 def doctor(
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not in order.")] = False,
+    debug: options.Debug = False,
 ) -> None:
     """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
     from evictbench import catalogue
