@@ -42,9 +42,10 @@ def as_table(found: Sequence[Finding]) -> str:
     with console.capture() as capture:
         console.print(table)
     said = [f"{one.status}: {_named(one)}: {one.why}" for one in found if one.status not in QUIET]
-    lines = [line.rstrip() for line in capture.get().strip("\n").splitlines()]
+    lines = [line.rstrip() for line in capture.get().strip("\n").rstrip().splitlines()]
     legend = [LEGEND] if any(one.finds is not None for one in found) else []
-    return "\n".join([*lines, "", *legend, *said, "", verdict(found)])
+    notes = ["", *legend, *said] if legend or said else []
+    return "\n".join([*lines, *notes, "", verdict(found)])
 
 
 def in_short(found: Sequence[Finding]) -> str:

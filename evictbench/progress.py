@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 EVERY = 15.0
 """Seconds between two plain lines."""
 
+LOOKING = "looking up policies, suites and the model"
+"""What every command begins with; a policy that brings a network takes seconds to import."""
+
 
 class Waiting:
     """Says what is waited for. On a terminal: a live line, gone when it ends. In a file or a pipe: a line once it has

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from evictbench import registry, table
 from evictbench.console import command, console_for, describe, quieten, say
 from evictbench.errors import UserError
-from evictbench.progress import ProgressLine
+from evictbench.progress import LOOKING, ProgressLine
 from evictbench.run import run
 
 __all__ = ["quieten", "run_and_show"]
@@ -32,6 +32,7 @@ def run_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
 
     try:
         with ProgressLine(console_for(stderr=True, quiet=quiet), planned) as progress:
+            progress.phase(LOOKING)
             outcome = run(settings, progress)
     except KeyboardInterrupt:
         print("Stopped before the first sample.", file=sys.stderr)

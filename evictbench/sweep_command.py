@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench import registry
 from evictbench.console import command, console_for, describe, quieten, say
 from evictbench.errors import UserError
-from evictbench.progress import Waiting
+from evictbench.progress import LOOKING, Waiting
 from evictbench.sweep_grid import cells_of, grid_of, read_file
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def sweep_and_show(file: Path | None, words: Mapping[str, Any], how: How, as_jso
     settings = cells_of(grid_of({**(read_file(file) if file else {}), **words}))
     try:
         with Waiting(console_for(stderr=True, quiet=how.quiet)) as waiting:
-            waiting.begin("looking at the devices")
+            waiting.begin(LOOKING)
             executor, settings = _executor(settings, how)
             from evictbench.sweep import plan_cells
 

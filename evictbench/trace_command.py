@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evictbench.console import command, console_for, describe, quieten, say
-from evictbench.progress import Waiting
+from evictbench.progress import LOOKING, Waiting
 from evictbench.trace_schema import DECODE, OK, read_trace
 
 if TYPE_CHECKING:
@@ -25,16 +25,16 @@ PARTS = ("attention_ms", "signals_ms", "policy_ms", "rest_ms")
 def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
     """Trace on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
     quieten()
-    from evictbench.trace_settings import check
-
-    check(settings)
-    from evictbench.trace import finished_cells, make_plan, trace
-
     report = console_for(stderr=as_json, quiet=quiet and as_json)
     words = console_for(stderr=as_json, quiet=quiet)
-
     try:
         with TraceLines(console_for(stderr=True, quiet=quiet)) as lines:
+            lines.phase(LOOKING)
+            from evictbench.trace_settings import check
+
+            check(settings)  # before anything heavy is imported
+            from evictbench.trace import finished_cells, make_plan, trace
+
             plan = make_plan(settings, lines.phase)
             finished = finished_cells(plan)
             lines.end()

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.console import command, console_for, describe, quieten, say
-from evictbench.progress import EVERY, Waiting, duration
+from evictbench.progress import EVERY, LOOKING, Waiting, duration
 from evictbench.train_settings import STORE, check
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ _NOT_SHOWN = ("step", "tokens", "seconds", "budget", "lr", "grad_norm", "model_g
 def train_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
     """Train on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
     quieten()
-    check(settings)  # before anything heavy is imported
-    from evictbench.train import MODEL, train
-
     report = console_for(stderr=as_json, quiet=quiet and as_json)
     words = console_for(stderr=as_json, quiet=quiet)
-
     try:
         with TrainingLine(console_for(stderr=True, quiet=quiet)) as progress:
+            progress.phase(LOOKING)
+            check(settings)  # before anything heavy is imported
+            from evictbench.train import MODEL, train
+
             outcome = train(settings, progress)
     except KeyboardInterrupt:
         print(f"Stopped; to go on from the last checkpoint: {command()}", file=sys.stderr)

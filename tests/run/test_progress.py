@@ -1,11 +1,12 @@
 """The live line and the plain lines."""
 
 import io
+import sys
 
 from rich.console import Console
 
 from evictbench import table
-from evictbench.progress import EVERY, ProgressLine, duration
+from evictbench.progress import EVERY, ProgressLine, Waiting, duration
 
 
 def line(score, task="a"):
@@ -82,3 +83,21 @@ def test_sizes_are_in_units_that_people_read():
     sizes = [0, 999, 2000, 11_796_480, 99_960, 5e9, 2.5e12]
     shown = ["0 B", "999 B", "2 kB", "11.8 MB", "100 kB", "5 GB", "2.5 TB"]
     assert [table.human_bytes(size) for size in sizes] == shown
+
+
+def test_what_is_waited_for_has_no_end_though_what_was_counted_before_had_one():
+    waiting = Waiting(Console(file=io.StringIO(), force_terminal=True, width=100))
+    with waiting:
+        waiting.count("features of 6 of 6 blocks", 6, 6)
+        assert waiting.live.tasks[0].total == 6
+        waiting.begin("calibrating [all]")
+        assert [(task.description, task.total) for task in waiting.live.tasks] == [("calibrating [all]", None)]
+        assert "calibrating [all]" in waiting.console.file.getvalue()
+    assert waiting.live is None
+
+
+def test_stdout_is_left_alone_while_a_line_is_live():
+    before = sys.stdout
+    with Waiting(Console(file=io.StringIO(), force_terminal=True)) as waiting:
+        waiting.begin("reading")
+        assert sys.stdout is before
