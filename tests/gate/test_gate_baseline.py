@@ -21,7 +21,7 @@ def folders(tmp_path):
 
 
 def test_a_significant_drop_fails_and_nothing_else_does(gate, folders):
-    code, out, err = gate(folders[0], "--baseline", folders[1], "--json")
+    code, out, err = gate(folders[0], "--baseline", folders[1], "--json", "--quiet")
     assert (code, err) == (1, "")
     found = json.loads(out)
     assert found["passed"] is False
@@ -132,7 +132,7 @@ def slower(by, **settings):
 @pytest.mark.parametrize(("by", "options", "code"), [(1.0, (), 0), (1.05, (), 0), (1.3, (), 1), (0.5, (), 0)])
 def test_a_step_that_is_slower_beside_the_full_cache_fails(gate, tmp_path, by, options, code):
     here, there = (write_trace(tmp_path / side / "trace", slower(factor)) for side, factor in (("a", by), ("b", 1.0)))
-    found, out, err = gate(here.parent, "--baseline", there.parent, "--json", *options)
+    found, out, err = gate(here.parent, "--baseline", there.parent, "--json", "--quiet", *options)
     assert (found, err) == (code, "")
     finding = json.loads(out)["findings"][0]
     assert (finding["cell"], finding["quantity"]) == ("h2o @ 64", "latency")

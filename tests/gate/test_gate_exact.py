@@ -26,7 +26,7 @@ def exact(gate, tmp_path):
     def call(here, there, **what):
         for side, lines in (("here", here), ("there", there)):
             write_run(tmp_path / side, lines, **what)
-        code, out, err = gate(tmp_path / "here", "--baseline", tmp_path / "there", "--exact", "--json")
+        code, out, err = gate(tmp_path / "here", "--baseline", tmp_path / "there", "--exact", "--json", "--quiet")
         assert err == ""
         return code, {one["quantity"]: one["why"] for one in json.loads(out)["findings"] if one["fails"]}
 

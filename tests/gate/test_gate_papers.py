@@ -21,7 +21,7 @@ def paper(monkeypatch):
 def test_below_fails_and_reproduced_does_not(gate, tmp_path, kept, status, code):
     arm, full = answers(np.random.default_rng(0), 4000, 0.8, kept)
     write_pair(tmp_path / "runs", arm, full, model="tiny")
-    found, out, err = gate(tmp_path / "runs", "--published", "--json")
+    found, out, err = gate(tmp_path / "runs", "--published", "--json", "--quiet")
     assert (found, err) == (code, "")
     finding = json.loads(out)["findings"][0]
     assert (finding["status"], finding["quantity"], finding["fails"]) == (status, "retention", bool(code))
