@@ -3,6 +3,7 @@
     python -m studies.reference --data-dir DATA                # run what is not finished, then write the results
     python -m studies.reference --data-dir DATA --part 1/2     # every other cell; another process takes 2/2
     python -m studies.reference --publish                      # only copy what is finished
+    python -m studies.reference --data-dir DATA --extend       # what is published already is not run again
 
 RULER's four tasks that the model itself answers best, and fidelity on GSM8K's test text; float32, every prompt
 attended whole and cut once at its end, so that one dense pass over a text serves all cells (`studies.replay`).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", default="1/1", help="1/2: only the first of two halves of the cells")
     parser.add_argument("--block", type=int, default=20, help="samples that go through all cells before the next ones")
     parser.add_argument("--publish", action="store_true", help="run nothing, copy what is finished")
+    parser.add_argument("--extend", action="store_true", help="go on from what is published")
     parser.add_argument("--out", type=Path, default=Path("results/runs/reference"))
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where results are published; default {FOLDER}")
     options = parser.parse_args(arguments)
@@ -85,6 +88,9 @@ def _reference(options: argparse.Namespace) -> int:
         cells = plan_cells(split_policies(options.policies), BUDGETS, common, say)
         if not options.publish:
             mine = [cell for index, cell in enumerate(cells) if index % of == part - 1]
+            if options.extend:
+                for cell in mine:
+                    begin_from_published(cell.plan, options.folder)
             if not run_cells(mine, options.block, say):
                 say("stopped; what is finished is kept")
                 return 130
@@ -97,6 +103,15 @@ def _settings(suite: str, options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in WORKLOADS[suite].items() if value is not None}
     common = {"model": "smollm2", "dtype": "float32", "prefill": "dense", "batch_size": options.block}
     return {**common, **given, "data_dir": options.data_dir, "out": options.out}
+
+
+def begin_from_published(plan: Plan, root: Path) -> bool:
+    """Let a cell that has not been run go on from its published samples; whether there are any."""
+    published = root / plan.folder.relative_to(plan.settings.out)
+    if plan.folder.exists() or not published.is_dir():
+        return False
+    shutil.copytree(published, plan.folder)
+    return True
 
 
 def publish(plan: Plan, root: Path) -> int:
