@@ -56,4 +56,6 @@ class Ranker(nn.Module):
 
 def prepare(features: Tensor) -> Tensor:
     """The logarithms of alpha, norm and sigma, and entropy and place as they are: `[.., 5]`."""
-    return torch.cat(((features[..., :3] + features.new_tensor(_LEAST)).log(), features[..., 3:]), dim=-1)
+    # Number by number: a tensor of constants would be a copy to the device at every step.
+    logs = [(features[..., index] + least).log() for index, least in enumerate(_LEAST)]
+    return torch.cat((torch.stack(logs, dim=-1), features[..., 3:]), dim=-1)
