@@ -83,13 +83,10 @@ class EvictionCache(Cache):
         self.row_capacity = rows
         turns = policy.rotary or policy.reindexed_sinks
         self.inv_freq = inverse_frequencies(model, policy.name) if turns else None
-        self.shift = (
-            SinkShift(self.inv_freq, policy.sinks) if self.inv_freq is not None and policy.reindexed_sinks else None
-        )
         if self.budget is not None:
             policy.check_budget(self.budget)
-        if self.budget is not None and self.budget.tokens is not None:
-            self._refuse_below_minimum(self.budget.tokens)
+            if self.budget.tokens is not None:
+                self._refuse_below_minimum(self.budget.tokens)
         super().__init__(layers=[self.new_layer(index) for index in range(self.shape.layers)])
         use(model)
         self.reset()
@@ -113,8 +110,9 @@ class EvictionCache(Cache):
         self.current: Pass | None = None
         self.placements: list[Placement] = []
         self.bytes_held = self.bytes_peak = 0
-        if self.shift is not None:
-            self.shift = SinkShift(self.shift.inv_freq, self.policy.sinks)
+        self.shift = None
+        if self.inv_freq is not None and self.policy.reindexed_sinks:
+            self.shift = SinkShift(self.inv_freq, self.policy.sinks)
         for layer in self.layers:
             layer.forget()
 

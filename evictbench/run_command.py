@@ -13,8 +13,6 @@ from evictbench.errors import UserError
 from evictbench.progress import LOOKING, ProgressLine
 from evictbench.run import run
 
-__all__ = ["quieten", "run_and_show"]
-
 if TYPE_CHECKING:
     from evictbench.plan import Plan
     from evictbench.settings import Settings

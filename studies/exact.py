@@ -228,7 +228,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    from evictbench.run_command import quieten
+    from evictbench.console import quieten
 
     quieten()
     raise SystemExit(main())
