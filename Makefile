@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 STUDY_ARGS ?=
 DATA ?= DATA
 KVPRESS_ARGS ?=
+REFERENCE_ARGS ?=
 TRAINING ?= results/runs/training
 
 # Installed first and by its exact version: a range may resolve to another build, gigabytes larger.
@@ -77,9 +78,12 @@ $(KVPRESS)/.installed:
 	$(KVPRESS)/bin/python -m pip --disable-pip-version-check install --quiet transformers==5.2.0 kvpress==0.5.5
 	touch $@
 
-# Every policy on the bundled model, into results/reference/bundled; what is finished is not run again.
+# Every policy on the bundled model, into results/reference/bundled: hours on two cores. Stop it and it goes on with the
+# same command; REFERENCE_ARGS=--extend goes on from what is published.
 reference: model
-	$(BIN)/python -m studies.reference --data-dir $(DATA)
+	printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I PART $(BIN)/python -m studies.reference --data-dir $(DATA) --part PART $(REFERENCE_ARGS)
+	$(BIN)/python -m studies.reference --data-dir $(DATA) --publish
+	$(BIN)/python -m studies.reference_page
 
 # Both oracles on RULER and GSM8K text, into results/reference/oracle_study. STUDY_ARGS="--data-dir DATA" if need be.
 study: model

@@ -1,13 +1,13 @@
 """The reference results: every policy and yardstick on the bundled model, on the same samples.
 
-    python -m studies.reference --data-dir DATA                # run what is not finished, then write the results
+    python -m studies.reference --data-dir DATA                # run what is not finished
     python -m studies.reference --data-dir DATA --part 1/2     # every other cell; another process takes 2/2
-    python -m studies.reference --publish                      # only copy what is finished
-    python -m studies.reference --data-dir DATA --extend       # what is published already is not run again
+    python -m studies.reference --data-dir DATA --extend       # first take what is published already, then go on
+    python -m studies.reference --data-dir DATA --publish      # run nothing, write what is finished
 
 RULER's four tasks that the model itself answers best, and fidelity on GSM8K's test text; float32, every prompt
 attended whole and cut once at its end, so that one dense pass over a text serves all cells (`studies.replay`).
-Stop it at any time: what is finished is not run again. What is written to results/reference/bundled are run folders
+Stop it at any time: what is finished is not run again. What is published to results/reference/bundled are run folders
 that `evictbench plot`, `report` and `gate` read, without the text of any prompt or answer.
 """
 
@@ -60,13 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, help="a folder that holds gsm8k/test.jsonl")
     parser.add_argument("--suites", default=",".join(WORKLOADS))
     parser.add_argument("--policies", default=",".join(POLICIES), help="only these, named as on the command line")
+    parser.add_argument("--budgets", default=",".join(BUDGETS))
+    parser.add_argument("--limit", type=int, help="the first so many samples of each task alone")
     parser.add_argument("--part", default="1/1", help="1/2: only the first of two halves of the cells")
     parser.add_argument("--block", type=int, default=20, help="samples that go through all cells before the next ones")
     parser.add_argument("--publish", action="store_true", help="run nothing, copy what is finished")
     parser.add_argument("--extend", action="store_true", help="go on from what is published")
     parser.add_argument("--out", type=Path, default=Path("results/runs/reference"))
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where results are published; default {FOLDER}")
+    parser.add_argument("--folder", type=Path, help=f"publish, there; {FOLDER} with --publish and --extend")
     options = parser.parse_args(arguments)
+    if options.folder is None and (options.publish or options.extend):
+        options.folder = FOLDER
     try:
         return _reference(options)
     except UserError as error:
@@ -85,7 +89,7 @@ def _reference(options: argparse.Namespace) -> int:
     part, of = (int(number) for number in options.part.split("/"))
     for suite in options.suites.split(","):
         common = Settings(policy="full", suite=suite, **_settings(suite, options))
-        cells = plan_cells(split_policies(options.policies), BUDGETS, common, say)
+        cells = plan_cells(split_policies(options.policies), options.budgets.split(","), common, say)
         if not options.publish:
             mine = [cell for index, cell in enumerate(cells) if index % of == part - 1]
             if options.extend:
@@ -94,13 +98,15 @@ def _reference(options: argparse.Namespace) -> int:
             if not run_cells(mine, options.block, say):
                 say("stopped; what is finished is kept")
                 return 130
-        for cell in cells:
+        for cell in cells if options.folder else ():
             say(f"{cell.title}: {publish(cell.plan, options.folder)} samples in {options.folder}")
     return 0
 
 
 def _settings(suite: str, options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in WORKLOADS[suite].items() if value is not None}
+    if options.limit is not None:
+        given["limit"] = options.limit
     common = {"model": "smollm2", "dtype": "float32", "prefill": "dense", "batch_size": options.block}
     return {**common, **given, "data_dir": options.data_dir, "out": options.out}
 
