@@ -22,8 +22,10 @@ from torch import Tensor
 
 from evictbench.cache import EvictionCache
 from evictbench.clock import POLICY, REST, SIGNALS
+from evictbench.paged_board import Boards
 from evictbench.paged_contest import Contest
 from evictbench.paged_expiry import expire
+from evictbench.paged_late import Late
 from evictbench.pages import EMPTY, PagePool
 from evictbench.passes import Occupancy, Pass
 from evictbench.slots import SlotLayer
@@ -101,7 +103,9 @@ class PagedCache(EvictionCache):
     def reset(self) -> None:
         """Forget every sequence and free every page."""
         super().reset()
+        self.boards = Boards()
         self.contest = Contest(self, self.mode) if self.policy.contested else None
+        self.late = Late(self) if self.policy.decides_late else None
         self.allotted: list[float] = []
         self.read: dict[int, Tensor] = {}
         self.seen_by_heads: list[tuple[int, float]] = []
@@ -135,6 +139,23 @@ class PagedCache(EvictionCache):
         """Of a row's KV heads, their numbers in every pool."""
         return range(row * self.shape.kv_heads, (row + 1) * self.shape.kv_heads)
 
+    def pools(self) -> dict[torch.device, dict[int, PagePool]]:
+        """The pools of each device, by layer."""
+        found: dict[torch.device, dict[int, PagePool]] = {}
+        for layer in self.layers:
+            if layer.pool is not None:
+                found.setdefault(layer.pool.device, {})[layer.index] = layer.pool
+        return found
+
+    def by_owner(self, step: Pass, device: torch.device) -> Tensor:
+        """The positions of one new token of each row, for all its heads: `[owners]` int32."""
+        heads = self.shape.kv_heads
+        return step.once("by_owner", device, lambda: step.query_positions(device)[:, 0].repeat_interleave(heads))
+
+    def allotments(self, step: Pass, device: torch.device) -> Tensor:
+        """What each row is allotted, `[rows]`."""
+        return step.once("allotted", device, lambda: torch.tensor(self.allotted, device=device))
+
     # What the policy reads.
 
     @contextmanager
@@ -148,7 +169,8 @@ class PagedCache(EvictionCache):
     def _take(self, layer: int, name: Tap, tensor: Tensor) -> Tensor | None:
         if self.clock is not None:
             self.clock.lap(REST, tensor.device)
-        self.read[layer] = self.policy.read(layer, name, tensor)
+        keeps = self.late is not None and self.prompt_done and tensor.shape[1] == 1
+        self.read[layer] = tensor if keeps else self.policy.read(layer, name, tensor)
         changed = self.policy.before_rotation(tensor) if name == "pre_rope_queries" else None
         if self.clock is not None:
             self.clock.lap(SIGNALS, tensor.device)
@@ -177,6 +199,8 @@ class PagedCache(EvictionCache):
         self.seen_by_heads = self._open_pages(rows) if self.in_place(step) else []
         if self.contest is not None and self.in_place(step):
             self.contest.open(step)
+        elif self.late is not None and self.in_place(step):
+            self.late.open(step, new)
         self.current = step
         return step
 
@@ -187,20 +211,19 @@ class PagedCache(EvictionCache):
     def _open_pages(self, rows: int) -> list[tuple[int, float]]:
         """Give a page to each head whose next entry has no slot; how many entries the heads of each row will see, the
         most and the mean over layers and heads. The host waits once for a device, and not for each layer."""
-        owners = rows * self.shape.kv_heads
-        pools = [layer.pool for layer in self.layers if layer.pool is not None]
-        by_device: dict[torch.device, list[PagePool]] = {}
-        for pool in pools:
-            pool.trim()
-            by_device.setdefault(pool.device, []).append(pool)
         visible: list[Tensor] = []
-        for of_device in by_device.values():
-            asked = torch.stack([torch.stack((p.wants_page(owners), p.visible[:owners])) for p in of_device]).cpu()
-            for pool, wanting in zip(of_device, asked[:, 0], strict=True):
-                pool.take(dict.fromkeys(wanting.nonzero()[:, 0].tolist(), 1))
-            visible.append(asked[:, 1] + 1)
+        for pools in map(list, map(dict.values, self.pools().values())):
+            for pool in pools:
+                pool.trim()
+            wanting, seen = self.boards.of(pools).room(rows * self.shape.kv_heads).cpu()
+            wanted: dict[int, dict[int, int]] = {}
+            for index, owner in wanting.nonzero().tolist():
+                wanted.setdefault(index, {})[owner] = 1
+            for index, pages in wanted.items():
+                pools[index].take(pages)
+            visible.append(seen + 1)
         by_row = torch.cat(visible).view(-1, rows, self.shape.kv_heads).transpose(0, 1).flatten(1)
-        found = [(int(heads.max()), float(heads.double().mean())) for heads in by_row]
+        found = list(zip(by_row.amax(-1).tolist(), by_row.double().mean(-1).tolist(), strict=True))
         if self.contest is not None:
             for row, (_, mean) in enumerate(found):
                 self.contest.check(row, mean)
@@ -215,6 +238,8 @@ class PagedCache(EvictionCache):
         assert step is not None
         if self.contest is not None:
             output = self.contest.attend(layer, step, query, keys, values, scaling)
+        elif self.late is not None and self.in_place(step):
+            output = self.late.attend(layer, step, query, keys, values, scaling)
         else:
             output = expire(self, layer, step, query, keys, values, scaling)
         if layer.index == self.shape.layers - 1:

@@ -49,37 +49,51 @@ def attend_chunk(
     return output.flatten(0, 1)
 
 
-def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
+def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
     """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
 
     positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", it is
-    added to the logits, and says also what is seen: -inf where nothing is.
+    added to the logits, and says also what is seen: -inf where nothing is. bias: `hiding` of these positions, where it
+    has been made already; a kernel that walks the pages does without it.
     """
-    attend = _by_flex_attention if query.device.type == "cuda" else by_page
-    return attend(pool, query, positions, scaling)
+    if query.device.type == "cuda":
+        return _by_flex_attention(pool, query, positions, scaling)
+    return by_page(pool, query, positions, scaling, bias)
 
 
-def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float) -> Tensor:
+def hiding(deadlines: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query at its page's position sees an entry, else -inf, `[pages, 16]` float32 or wider. deadlines:
+    `[pages, 16]`; positions: `[pages]`; dtype: of the queries."""
+    seen = deadlines.new_zeros(deadlines.shape, dtype=torch.promote_types(dtype, torch.float32))
+    return seen.masked_fill_(deadlines <= positions[:, None], -torch.inf)
+
+
+def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
     """The same on any device, in a few batched products.
 
     Every page meets its owner's queries where it lies, all pages at once, and the softmax is put together per owner.
     """
-    head_dim = query.shape[-1]
     owner, values = pool.owner, pool.buffers["values"]
     if "bias" in pool.buffers:
         return _weighed(pool, query, positions.shape[0], scaling)
-    own = (query * scaling).reshape(positions.shape[0], -1, head_dim)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    logits = torch.bmm(own.index_select(0, owner), pool.buffers["keys"].transpose(1, 2)).to(wide)
-    hidden = pool.buffers["deadlines"] <= positions.index_select(0, owner)[:, None]
-    logits.masked_fill_(hidden[:, None], -torch.inf)
+    if bias is None:
+        bias = hiding(pool.buffers["deadlines"], positions.index_select(0, owner), query.dtype)
+    own = query.reshape(positions.shape[0], -1, query.shape[-1])
+    logits = _logits(own.index_select(0, owner), pool.buffers["keys"], bias, scaling)
     largest = logits.new_full(own.shape[:2], -torch.inf)
     largest.scatter_reduce_(0, owner[:, None].expand(-1, own.shape[1]), logits.amax(-1), "amax")
     weights = logits.sub_(largest.index_select(0, owner)[:, :, None]).exp_()
     total = torch.zeros_like(largest).index_add_(0, owner, weights.sum(-1))
-    parts = torch.bmm(weights.to(values.dtype), values).to(wide)
-    output = torch.zeros(own.shape, dtype=wide, device=query.device).index_add_(0, owner, parts)
-    return (output / total[:, :, None]).to(query.dtype).view(query.shape)
+    parts = torch.bmm(weights.to(values.dtype), values).to(bias.dtype)
+    output = bias.new_zeros(own.shape).index_add_(0, owner, parts)
+    return output.div_(total[:, :, None]).to(query.dtype).view(query.shape)
+
+
+def _logits(own: Tensor, keys: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """`[pages, group, 16]` in the bias's dtype. own: the queries of each page's owner, `[pages, group, head_dim]`."""
+    if own.dtype == bias.dtype:
+        return torch.baddbmm(bias[:, None], own, keys.transpose(1, 2), alpha=scaling)
+    return torch.bmm(own * scaling, keys.transpose(1, 2)) + bias[:, None]
 
 
 def _weighed(pool: PagePool, query: Tensor, owners: int, scaling: float) -> Tensor:
@@ -88,11 +102,7 @@ def _weighed(pool: PagePool, query: Tensor, owners: int, scaling: float) -> Tens
     table, missing, places = pool.layout()
     most = missing.shape[1]
     own = query.reshape(owners, -1, query.shape[-1]).index_select(0, pool.owner)
-    if own.dtype == bias.dtype:
-        logits = torch.baddbmm(bias[:, None], own, keys.transpose(1, 2), alpha=scaling)
-    else:
-        logits = torch.bmm(own * scaling, keys.transpose(1, 2)) + bias[:, None]
-    beside = logits.index_select(0, table[: owners * most]).unflatten(0, (owners, most))
+    beside = _logits(own, keys, bias, scaling).index_select(0, table[: owners * most]).unflatten(0, (owners, most))
     beside.masked_fill_(missing[:owners], -torch.inf)
     weights = beside.transpose(1, 2).flatten(2).softmax(-1).unflatten(-1, (most, PAGE))
     by_page = weights.transpose(1, 2).flatten(0, 1).index_select(0, places)

@@ -5,12 +5,15 @@ All but keys and values: a pool's buffers and numbers are parts of the board's w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from evictbench.pages import NEVER, PAGE, PagePool
+from evictbench.paged_attention import hiding
+from evictbench.pages import EMPTY, NEVER, PAGE, PagePool
 
 BY_OWNER = ("length", "newest", "visible", "tail", "reusable")
 
@@ -19,8 +22,9 @@ class Board:
     """The pools of one device, which all have as many owners.
 
     slots: by name, `[pages of all pools, 16(, width)]`; of_owners: by name, `[pools, owners, ...]`. owner: whose each
-    page is, counted through all pools, `[pages]`; numbers: of all slots, `[pages, 16]`; base: the number of each pool's
-    first slot, `[pools, 1]`; fronts: the slots of each owner's means in its pool, `[pools, owners, means]`.
+    page is, counted through all pools, `[pages]`; base: the number of each pool's first slot, `[pools, 1]`. Where
+    entries are contested also numbers: of all slots, `[pages, 16]`; fronts: the slots of each owner's means in its
+    pool, `[pools, owners, means]`; keys and values of each pool, `[slots, head_dim]`.
     """
 
     def __init__(self, pools: Sequence[PagePool]) -> None:
@@ -28,37 +32,69 @@ class Board:
         self.slots: dict[str, Tensor] = {}
         self.of_owners: dict[str, Tensor] = {}
         self._changes: list[int] | None = None
+        self._sizes: list[int] = []
+        self._parts: dict[str, Sequence[Tensor]] = {}
 
     def refresh(self) -> None:
-        """Put everything side by side again, if pages have changed hands."""
+        """Put side by side again what has moved, if pages have changed hands."""
         pools = self.pools
         changes = [pool.changes for pool in pools]
         if self._changes == changes and all(pool.board is self for pool in pools):
             return
-        names = [name for name in pools[0].buffers if name not in ("keys", "values")]
-        sizes = [pool.pages for pool in pools]
-        for name in names:
-            self.slots[name] = torch.cat([pool.buffers[name] for pool in pools])
-            for pool, part in zip(pools, self.slots[name].split(sizes), strict=True):
-                pool.buffers[name] = part
+        self._number([pool.pages for pool in pools])
+        attributes, buffers = [vars(pool) for pool in pools], [pool.buffers for pool in pools]
+        for name in buffers[0]:
+            if name not in ("keys", "values"):
+                self._join(self.slots, name, buffers, torch.cat)
+        self._join(self.slots, "owner", attributes, torch.cat)
         for name in BY_OWNER:
-            self.of_owners[name] = torch.stack([getattr(pool, name) for pool in pools])
-            for pool, part in zip(pools, self.of_owners[name].unbind(), strict=True):
-                setattr(pool, name, part)
+            self._join(self.of_owners, name, attributes, torch.stack)
         for name in pools[0].beside:
-            self.of_owners[name] = torch.stack([pool.beside[name] for pool in pools])
-            for pool, part in zip(pools, self.of_owners[name].unbind(), strict=True):
-                pool.beside[name] = part
-        device, owners = pools[0].device, pools[0].length.shape[0]
-        self.owner = torch.cat([pool.owner + i * owners for i, pool in enumerate(pools)])
-        self.numbers = torch.arange(sum(sizes) * PAGE, device=device).view(-1, PAGE)
-        starts = torch.tensor([0, *sizes[:-1]]).cumsum(0) * PAGE
-        self.base = starts.to(device)[:, None]
-        self.fronts = torch.stack([pool.front(pool.beside["counts"].shape[1]) for pool in pools])
-        self.keys, self.values = ([pool.buffers[name].flatten(0, 1) for pool in pools] for name in ("keys", "values"))
+            self._join(self.of_owners, name, [pool.beside for pool in pools], torch.stack)
+        self.owner = self.slots["owner"] + self._first_owner
+        if pools[0].beside:
+            self.numbers = torch.arange(self.owner.shape[0] * PAGE, device=self.owner.device).view(-1, PAGE)
+            self.fronts = torch.stack([pool.front(pool.beside["counts"].shape[1]) for pool in pools])
+            self.keys, self.values = ([held[name].flatten(0, 1) for held in buffers] for name in ("keys", "values"))
         for pool in pools:
             pool.board = self  # another that had these pools has lost them
         self._changes = changes
+
+    def _number(self, sizes: list[int]) -> None:
+        """Numbers that follow from how many pages each pool has."""
+        if sizes == self._sizes:
+            return
+        device, owners, counts = self.pools[0].device, self.pools[0].length.shape[0], torch.tensor(sizes)
+        starts = counts.cumsum(0) - counts
+        pool = torch.arange(len(sizes)).repeat_interleave(counts)
+        self.base = (starts * PAGE)[:, None].to(device)
+        self._first_owner = (pool * owners).to(device)
+        self._first_slot = ((torch.arange(pool.shape[0]) - starts[pool]) * PAGE).to(device)
+        self._sizes = sizes
+
+    def _join(
+        self, whole: dict[str, Tensor], name: str, of_pools: list[dict[str, Any]], how: Callable[..., Tensor]
+    ) -> None:
+        """Make one tensor of what the pools have by a name, and give them its parts, unless they have those already."""
+        held = [of[name] for of in of_pools]
+        if all(own is part for own, part in zip(held, self._parts.get(name, [None] * len(held)), strict=True)):
+            return
+        whole[name] = how(held)
+        self._parts[name] = whole[name].split(self._sizes) if how is torch.cat else whole[name].unbind()
+        for of, part in zip(of_pools, self._parts[name], strict=True):
+            of[name] = part
+
+    def room(self, owners: int) -> Tensor:
+        """Of the first owners of each pool: who wants a page for its next entry, and how many entries it sees already,
+        `[2, pools, owners]` int64."""
+        self.refresh()
+        of = {name: self.of_owners[name][:, :owners] for name in BY_OWNER}
+        return torch.stack(((of["reusable"] < 0) & (of["length"] % PAGE == 0), of["visible"]))
+
+    def newest(self, owners: int) -> Tensor:
+        """The numbers of the slots that the first owners wrote last, `[pools, owners]`."""
+        self.refresh()
+        return self.of_owners["newest"][:, :owners] + self.base
 
     def enter(self, owners: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """A slot for the next entry of each of the first owners, in every pool, visible from now on. positions:
@@ -71,7 +107,43 @@ class Board:
         flat = (slots + self.base).flatten()
         self.slots["positions"].view(-1).index_copy_(0, flat, positions.repeat(len(self.pools)))
         self.slots["deadlines"].view(-1).index_fill_(0, flat, NEVER)
-        self.slots["bias"].view(-1).index_fill_(0, flat, 0)
+        if "bias" in self.slots:
+            self.slots["bias"].view(-1).index_fill_(0, flat, 0)
         of["length"] += fresh
         of["newest"].copy_(slots)
         return slots, flat
+
+    def bias(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+        """What the first owners' queries at these positions, `[owners]` int32, do not see: by pool `[pages, 16]`, as of
+        `paged_attention.hiding`."""
+        parts: Sequence[Tensor] = hiding(self.slots["deadlines"], self._by_page(positions), dtype).split(self._sizes)
+        return parts
+
+    def _by_page(self, positions: Tensor) -> Tensor:
+        """Positions of the first owners of each pool, one for each page, `[pages]`."""
+        nobody = self.of_owners["length"].shape[1] - positions.shape[0]
+        return F.pad(positions, (0, nobody)).repeat(len(self.pools)).index_select(0, self.owner)
+
+    def look_ahead(self, following: Tensor) -> None:
+        """Find what the next queries see and what they free, in all pools. following: their positions, `[owners]` int32
+        for the first owners."""
+        hidden = self.slots["deadlines"] <= self._by_page(following)[:, None]
+        self.of_owners["visible"].view(-1).zero_().index_add_(0, self.owner, PAGE - hidden.sum(-1))
+        slots = self._first_slot[:, None] + torch.arange(PAGE, device=hidden.device)
+        dead = slots.masked_fill_(~hidden | (self.slots["positions"] == EMPTY), -1).amax(-1)
+        self.of_owners["reusable"].view(-1).fill_(-1).scatter_reduce_(0, self.owner, dead, "amax")
+
+
+class Boards:
+    """The boards of a cache, made as they are asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Board] = {}
+
+    def of(self, pools: Iterable[PagePool]) -> Board:
+        """The one of these pools."""
+        pools = list(pools)
+        key = tuple(id(pool) for pool in pools)
+        if key not in self._made:
+            self._made[key] = Board(pools)
+        return self._made[key]

@@ -45,7 +45,6 @@ class Contest:
         """Forget every sequence."""
         self.terms: list[Terms] = []
         self._arriving: list[Arriving] = []
-        self._boards: dict[tuple[int, ...], Board] = {}
         self._slots: dict[int, Tensor] = {}
         self._entered: dict[torch.device, tuple[Board, Tensor]] = {}
 
@@ -121,7 +120,7 @@ class Contest:
         assert pool is not None
         for name, entry in entries.items():
             pool.buffers[name].flatten(0, 1).index_copy_(0, slots, entry.flatten(0, 2))
-        now, clock = self._by_owner(step, query.device), self.cache.clock
+        now, clock = self.cache.by_owner(step, query.device), self.cache.clock
         if clock is not None:
             clock.lap(POLICY, query.device)
         output = attend_one(pool, query, now, scaling)
@@ -131,30 +130,11 @@ class Contest:
 
     def open(self, step: Pass) -> None:
         """Before a pass in which each row decodes a token: find the slots of all layers' new entries."""
-        for device, pools in self._by_device().items():
-            board, positions = self._board(list(pools.values())), self._by_owner(step, device)
+        for device, pools in self.cache.pools().items():
+            board, positions = self.cache.boards.of(pools.values()), self.cache.by_owner(step, device)
             slots, numbers = board.enter(positions.shape[0], positions)
             self._slots.update(zip(pools, slots.unbind(), strict=True))
             self._entered[device] = board, numbers
-
-    def _by_owner(self, step: Pass, device: torch.device) -> Tensor:
-        """The positions of the new tokens, `[owners]` int32."""
-        heads = self.cache.shape.kv_heads
-        return step.once("by_owner", device, lambda: step.query_positions(device)[:, 0].repeat_interleave(heads))
-
-    def _by_device(self) -> dict[torch.device, dict[int, PagePool]]:
-        """The pools of each device, by layer."""
-        found: dict[torch.device, dict[int, PagePool]] = {}
-        for layer in self.cache.layers:
-            assert layer.pool is not None
-            found.setdefault(layer.pool.device, {})[layer.index] = layer.pool
-        return found
-
-    def _board(self, pools: list[PagePool]) -> Board:
-        key = tuple(id(pool) for pool in pools)
-        if key not in self._boards:
-            self._boards[key] = Board(pools)
-        return self._boards[key]
 
     def _bias(self, positions: Tensor) -> Tensor:
         pool = next(layer.pool for layer in self.cache.layers if layer.pool is not None)
@@ -203,7 +183,7 @@ class Contest:
         else:
             return
         held = [owner for row, seen in enumerate(step.seen) if seen for owner in self.cache.owners(row)]
-        for device, pools in self._by_device().items():
+        for device, pools in self.cache.pools().items():
             some = None if min(step.seen) else torch.tensor(held, dtype=torch.int64, device=device)
             self._decide(list(pools.values()), step.seen, some)
 
@@ -228,7 +208,7 @@ class Contest:
         both = both.to(device)
         decide(
             self.policy,
-            self._board(pools),
+            self.cache.boards.of(pools),
             both[0].to(torch.int32),
             both[1],
             window=self.window,

@@ -39,7 +39,7 @@ def _deadlines(cache: PagedCache, layer: PagedLayer, step: Pass, device: torch.d
         layer=layer.index,
         shape=cache.shape,
         positions=step.query_positions(device),
-        allotted=step.once("allotted", device, lambda: torch.tensor(cache.allotted, device=device)),
+        allotted=cache.allotments(step, device),
         read=cache.take_read(layer.index, device),
     )
     return cache.policy.expiry(arriving).to(torch.int32)
@@ -65,16 +65,12 @@ def _attend_in_place(
     deadlines: Tensor,
     scaling: float,
 ) -> Tensor:
-    def by_owner() -> Tensor:
-        positions = step.query_positions(keys.device)[:, 0]
-        return positions.repeat_interleave(cache.shape.kv_heads)
-
     def following() -> Tensor:
         after = positions.new_zeros(pool.length.shape[0])
         after[: positions.shape[0]] = positions + 1
         return after
 
-    positions = step.once("by_owner", keys.device, by_owner)
+    positions = cache.by_owner(step, keys.device)
     entries = {
         "keys": keys.flatten(0, 2),
         "values": values.flatten(0, 2),

@@ -290,10 +290,10 @@ class PagePool:
         """Find what the next queries see and what they free. following: `[owners]` int32, their positions."""
         deadlines, positions = self.buffers["deadlines"], self.buffers["positions"]
         seen = deadlines > following.index_select(0, self.owner)[:, None]
-        self.visible = torch.zeros_like(self.visible).index_add_(0, self.owner, seen.sum(-1))
+        self.visible.zero_().index_add_(0, self.owner, seen.sum(-1))
         slots = torch.arange(seen.numel(), device=self.device).view(seen.shape)
         dead = slots.masked_fill(seen | (positions == EMPTY), -1).amax(-1)
-        self.reusable = torch.full_like(self.reusable, -1).scatter_reduce_(0, self.owner, dead, "amax")
+        self.reusable.fill_(-1).scatter_reduce_(0, self.owner, dead, "amax")
 
     def settle(self, first: int, entries: Mapping[str, Tensor], following: int) -> None:
         """After a chunk: what no query from `following` on sees gives its place to the chunk's entries that are seen.

@@ -86,6 +86,8 @@ class Policy:
     share_of: what a budget in percent is a share of: the tokens "seen" (the prompt's, where those are more), or the
     entries in the "cache" after the pass, which earlier cuts have made fewer.
     hides: entries may be held that some heads do not see (`hidden`), so that memory is that of all that is held.
+    decides_late: (of a ragged policy with at most one tap) what `expiry` says in a pass of one token a row can first
+    matter to the next pass, and the new entry's own deadline is said there.
     contested: (of a ragged policy) what has left the recent window competes for a fixed number of places of its head,
     and the worst of them leaves as one more comes; its share of the budget is decided at the end of the prompt.
     chunked: what it decides depends on how a prompt is cut into chunks, even where nothing is bounded.
@@ -108,6 +110,7 @@ class Policy:
     foresees: ClassVar[bool] = False
     ragged: ClassVar[bool] = False
     hides: bool = False
+    decides_late: ClassVar[bool] = False
     contested: ClassVar[bool] = False
     chunked: bool = False
     learned: bool = False
@@ -244,6 +247,15 @@ class Policy:
     def read(self, layer: int, name: Tap, tensor: Tensor) -> Tensor:
         """What to remember of a tensor it declared, until the layer attends."""
         raise NotImplementedError(f"{type(self).__name__} reads nothing")
+
+    def read_together(self, layers: Sequence[int], name: Tap, tensors: Sequence[Tensor]) -> Tensor:
+        """The same of one token of each row and several layers of one device, `[layers, ...]`. Called once a pass where
+        a model decodes and the policy `decides_late`, after all layers have attended."""
+        import torch
+
+        return torch.stack(
+            [self.read(*of, tensor) for of, tensor in zip(((i, name) for i in layers), tensors, strict=True)]
+        )
 
     def before_rotation(self, queries: Tensor) -> Tensor | None:
         """The queries `[rows, queries, heads, head_dim]` that the model goes on with; None: as they are."""

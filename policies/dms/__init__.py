@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -63,6 +63,7 @@ class DMS(Policy):
     Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
     ragged = True
+    decides_late = True
     learned = True
 
     def __init__(self, config: Any = None) -> None:
@@ -182,11 +183,25 @@ class DMS(Policy):
             raise UserError("dms with a separate gate needs trained weights (--weights), and has none.")
         if isinstance(self._gate, BorrowedGate):
             return self._gate.logits(tensor)
-        if tensor.device not in self._on:
-            weight, bias = self._gate.weight.to(tensor.device), self._gate.bias.to(tensor.device)
-            self._on[tensor.device] = replace(self._gate, weight=weight, bias=bias)
-        z = self._on[tensor.device].logits(layer, tensor)
+        z = self._separate(self._gate, tensor.device).logits(layer, tensor)
         return z[:, :1].expand_as(z) if self._alpha_per == "layer" else z
+
+    def read_together(self, layers: Sequence[int], name: Tap, tensors: Sequence[Tensor]) -> Tensor:
+        """The same, `[layers, rows, kv_heads, 1]`: of the separate gate one product for all layers."""
+        from .gate import SeparateGate
+
+        if not isinstance(self._gate, SeparateGate):
+            return super().read_together(layers, name, tensors)
+        import torch
+
+        z = self._separate(self._gate, tensors[0].device).logits_of_layers(layers, torch.stack(list(tensors)))
+        return z[:, :, :1].expand_as(z) if self._alpha_per == "layer" else z
+
+    def _separate(self, gate: SeparateGate, device: torch.device) -> SeparateGate:
+        """The gate on a device."""
+        if device not in self._on:
+            self._on[device] = replace(gate, weight=gate.weight.to(device), bias=gate.bias.to(device))
+        return self._on[device]
 
     def before_rotation(self, queries: Tensor) -> Tensor | None:
         """The borrowed channel is zeroed before the rotation."""

@@ -7,6 +7,7 @@ whole sequence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,18 @@ class SeparateGate:
         weight, bias = self.weight[layer].to(hidden.device), self.bias[layer].to(hidden.device)
         normed = normalised(hidden, self.epsilon).to(weight.dtype)
         return logits(linear(normed, weight, bias)).transpose(1, 2)
+
+    def logits_of_layers(self, layers: Sequence[int], hidden: Tensor) -> Tensor:
+        """z `[layers, rows, kv_heads, tokens]` from the inputs of several layers, `[layers, rows, tokens, hidden]`, all
+        on one device with the gate."""
+        import torch
+
+        weight, bias = self.weight, self.bias
+        if len(layers) < weight.shape[0]:
+            weight, bias = weight[list(layers)], bias[list(layers)]
+        normed = normalised(hidden, self.epsilon).to(weight.dtype)
+        raw = torch.baddbmm(bias[:, None], normed.flatten(1, 2), weight.transpose(1, 2))
+        return logits(raw.unflatten(1, normed.shape[1:3])).transpose(2, 3)
 
 
 @dataclass(frozen=True)

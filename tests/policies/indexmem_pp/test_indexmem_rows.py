@@ -253,7 +253,7 @@ def test_means_in_a_narrow_dtype_go_on_moving(dtype: torch.dtype) -> None:
     feed(model, cache, random_tokens(40, 1))
     feed(model, cache, random_tokens(1, 2))
     assert cache.contest is not None
-    (board,) = cache.contest._boards.values()
+    board = cache.boards.of(layer.pool for layer in cache.layers if layer.pool is not None)
     owners, victims = cache.shape.kv_heads, board.of_owners["newest"]
     fronts = board.fronts[:, :owners, 0]
     held = {"keys": board.keys, "values": board.values}
