@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tables = "\n".join(lines(folder))
     page.write_text(f"{before}{MARKS[0]}\n\n{tables}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
-    draw(folder)
+    if any((folder / "ruler").glob("*/*/samples.jsonl")):
+        draw(folder)
     return 0
 
 
