@@ -56,7 +56,8 @@ def lines(folder: Path) -> Iterator[str]:
 
     samples = read_results(folder, text=False)
     for suite, (column, times, form) in METRICS.items():
-        cells = common(read_cells(samples[samples["suite"] == suite], column))
+        of_suite = samples[samples["suite"] == suite]
+        cells, seen = (common(read_cells(of_suite, name)) for name in (column, "occupancy_mean"))
         if not cells:
             continue
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
@@ -64,7 +65,7 @@ def lines(folder: Path) -> Iterator[str]:
         for budget in BUDGETS:
             yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
             yield ""
-            yield from table(cells, budget, tasks, times, form)
+            yield from table(cells, seen, budget, tasks, times, form)
             yield ""
 
 
@@ -84,12 +85,14 @@ def common(cells: Cells) -> Cells:
     return {cell: {key: values[key] for key in sorted(shared)} for cell, values in cells.items() if shared}
 
 
-def table(cells: Cells, budget: str, tasks: list[str], times: float, form: str) -> Iterator[str]:
-    """A row a policy: its mean, each task's where there are several, and how far it is from BASE."""
+def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], times: float, form: str) -> Iterator[str]:
+    """A row a policy: the entries that a decode query saw, its mean, each task's where there are several, and how far
+    it is from BASE."""
     from evictbench.paired import difference
     from evictbench.stats import holm, mean_of_tasks, spread_interval
 
     rows = {policy: values for (policy, at), values in cells.items() if at in ("", budget)}
+    entries = {policy: fmean(values.values()) for (policy, at), values in seen.items() if at in ("", budget)}
     beside = {
         policy: found
         for policy, values in rows.items()
@@ -97,7 +100,7 @@ def table(cells: Cells, budget: str, tasks: list[str], times: float, form: str) 
     }
     corrected = dict(zip(beside, holm([found.p_value() for found in beside.values()]), strict=True))
     names = tasks if len(tasks) > 1 else []
-    heads = ["policy", "mean, 95%", *names, f"minus {BASE}, 95%", "p (Holm)"]
+    heads = ["policy", "seen", "mean, 95%", *names, f"minus {BASE}, 95%", "p (Holm)"]
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for policy, values in rows.items():
@@ -106,7 +109,7 @@ def table(cells: Cells, budget: str, tasks: list[str], times: float, form: str) 
             mean, interval = fmean(values.values()), spread_interval([*values.values()])
         else:
             mean, interval = mean_of_tasks(by_task)
-        words = [f"`{policy}`", _said(mean, interval, times, form)]
+        words = [f"`{policy}`", f"{entries[policy]:.0f}", _said(mean, interval, times, form)]
         words += [format(fmean(by_task[task]) * times, form) for task in names]
         if (found := beside.get(policy)) is not None:
             span = None if found.low is None or found.high is None else (found.low, found.high)
