@@ -1,8 +1,8 @@
 """The reference results as a page and a picture: `python -m studies.reference_page [FOLDER]`.
 
-Writes the tables of FOLDER/README.md between its two marks, and FOLDER/budget_score.png and .svg, from the published
-runs. Only documents that every cell of a suite has are counted; differences are paired by document, p is the sign-flip
-test's (`evictbench.paired`), by Holm's method over the rows of a table.
+From the published runs: the tables of FOLDER/README.md between its two marks, a short one of the README at the root
+likewise, and FOLDER/budget_score.png. Only documents that every cell of a suite has are counted; differences are paired
+by document, p is the sign-flip test's (`evictbench.paired`), by Holm's method over the rows of a table.
 """
 
 from __future__ import annotations
@@ -38,16 +38,51 @@ Cells = Mapping[tuple[str, str], "Documents"]
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
     folder = Path((arguments or sys.argv[1:] or [str(FOLDER)])[0])
-    page = folder / "README.md"
-    before, mark, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    if not mark or MARKS[1] not in rest:
-        print(f"error: {page} lacks the marks that its tables stand between.", file=sys.stderr)
+    try:
+        between(folder / "README.md", "\n".join(lines(folder)))
+        if folder == FOLDER:
+            between(Path("README.md"), "\n".join(summary(folder)) + "\n")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    tables = "\n".join(lines(folder))
-    page.write_text(f"{before}{MARKS[0]}\n\n{tables}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
     if any((folder / "ruler").glob("*/*/samples.jsonl")):
         draw(folder)
     return 0
+
+
+def between(page: Path, text: str) -> None:
+    """Write a text between the two marks of a page; ValueError where it lacks them."""
+    before, mark, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    if not mark or MARKS[1] not in rest:
+        raise ValueError(f"{page} lacks the marks that its tables stand between.")
+    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+
+
+def summary(folder: Path) -> Iterator[str]:
+    """One row a policy, the best at the larger budget first: its means in every suite and at every budget."""
+    from evictbench.results_frame import read_results
+    from evictbench.stats import mean_of_tasks
+
+    samples = read_results(folder, text=False)
+    columns: dict[str, dict[str, tuple[float, str]]] = {}
+    for suite, (column, times, form) in METRICS.items():
+        cells = common(read_cells(samples[samples["suite"] == suite], column))
+        for budget in BUDGETS:
+            words: dict[str, tuple[float, str]] = {}
+            for (policy, at), values in cells.items():
+                if at in ("", budget):
+                    tasks = sorted({task for task, _ in values})
+                    mean, _ = mean_of_tasks(
+                        {task: [v for (of, _), v in values.items() if of == task] for task in tasks}
+                    )
+                    words[policy] = mean, format(mean * times, form)
+            columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = words
+    first = columns[f"ruler score, {BUDGETS[-1]}"]
+    last = columns[f"fidelity kl, {BUDGETS[-1]}"]
+    yield "| policy | " + " | ".join(columns) + " |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for policy in sorted(first, key=lambda name: (-first[name][0], last[name][0])):
+        yield f"| `{policy}` | " + " | ".join(words[policy][1] for words in columns.values()) + " |"
 
 
 def lines(folder: Path) -> Iterator[str]:
@@ -85,6 +120,14 @@ def common(cells: Cells) -> Cells:
     return {cell: {key: values[key] for key in sorted(shared)} for cell, values in cells.items() if shared}
 
 
+def by_task(values: Documents) -> dict[str, list[float]]:
+    """The values of each task."""
+    found: dict[str, list[float]] = {}
+    for (task, _), value in sorted(values.items()):
+        found.setdefault(task, []).append(value)
+    return found
+
+
 def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], times: float, form: str) -> Iterator[str]:
     """A row a policy: the entries that a decode query saw, its mean, each task's where there are several, and how far
     it is from BASE."""
@@ -104,13 +147,13 @@ def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], times: float
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for policy, values in rows.items():
-        by_task = {task: [value for (of, _), value in values.items() if of == task] for task in tasks}
+        of_tasks = by_task(values)
         if times == 1.0:
             mean, interval = fmean(values.values()), spread_interval([*values.values()])
         else:
-            mean, interval = mean_of_tasks(by_task)
+            mean, interval = mean_of_tasks(of_tasks)
         words = [f"`{policy}`", f"{entries[policy]:.0f}", _said(mean, interval, times, form)]
-        words += [format(fmean(by_task[task]) * times, form) for task in names]
+        words += [format(fmean(of_tasks[task]) * times, form) for task in names]
         if (found := beside.get(policy)) is not None:
             span = None if found.low is None or found.high is None else (found.low, found.high)
             words += [_said(found.value, span, times, "+" + form), f"{corrected[policy]:.2g}"]
@@ -133,9 +176,7 @@ def draw(folder: Path) -> None:
 
     request = Request(folder, filters=Filters(suite="ruler"), paired=True)
     for drawing in drawings(request, ["budget"], lambda sentence: print(f"warning: {sentence}", file=sys.stderr)):
-        figure = drawing.figure()
-        for ending in ("png", "svg"):
-            figure.savefig(folder / f"budget_score.{ending}")
+        drawing.figure().savefig(folder / "budget_score.png")
 
 
 if __name__ == "__main__":
