@@ -250,11 +250,11 @@ class PagedCache(EvictionCache):
 
     def take_read(self, layer: int, device: torch.device) -> Tensor | None:
         """What the policy has read of this layer in this pass, if it reads."""
-        if self.policy.taps and layer not in self.read:
+        read = self.read.pop(layer, None)
+        if read is None and self.policy.taps:
             raise RuntimeError(
                 f"{self.policy.name} reads more than attention sees: run the model inside `with cache.listening():`."
             )
-        read = self.read.pop(layer, None)
         return None if read is None else read.to(device)
 
     def _close(self, step: Pass) -> None:

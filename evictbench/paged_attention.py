@@ -54,7 +54,7 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float,
 
     positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", it is
     added to the logits, and says also what is seen: -inf where nothing is. bias: `hiding` of these positions, where it
-    has been made already; a kernel that walks the pages does without it.
+    has been made already, or for all in one product `[heads, pages, 16]`; a kernel of its own needs none.
     """
     if query.device.type == "cuda":
         return _by_flex_attention(pool, query, positions, scaling)
@@ -64,8 +64,8 @@ def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float,
 def hiding(deadlines: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a query at its page's position sees an entry, else -inf, `[pages, 16]` float32 or wider. deadlines:
     `[pages, 16]`; positions: `[pages]`; dtype: of the queries."""
-    seen = deadlines.new_zeros(deadlines.shape, dtype=torch.promote_types(dtype, torch.float32))
-    return seen.masked_fill_(deadlines <= positions[:, None], -torch.inf)
+    seen = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=deadlines.device)
+    return torch.where(deadlines <= positions[:, None], -torch.inf, seen)
 
 
 def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
@@ -76,6 +76,8 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bi
     owner, values = pool.owner, pool.buffers["values"]
     if "bias" in pool.buffers:
         return _weighed(pool, query, positions.shape[0], scaling)
+    if bias is not None and bias.dim() == 3:
+        return _in_one(pool, query, scaling, bias)
     if bias is None:
         bias = hiding(pool.buffers["deadlines"], positions.index_select(0, owner), query.dtype)
     own = query.reshape(positions.shape[0], -1, query.shape[-1])
@@ -87,6 +89,18 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bi
     parts = torch.bmm(weights.to(values.dtype), values).to(bias.dtype)
     output = bias.new_zeros(own.shape).index_add_(0, owner, parts)
     return output.div_(total[:, :, None]).to(query.dtype).view(query.shape)
+
+
+def _in_one(pool: PagePool, query: Tensor, scaling: float, bias: Tensor) -> Tensor:
+    """The same of few: every query meets all entries, and what is not its owner's is hidden like the rest. That is more
+    arithmetic than is needed, in a fraction of the operations."""
+    keys, values = (pool.buffers[name].flatten(0, 1) for name in ("keys", "values"))
+    own, bias = query.reshape(-1, query.shape[-1]), bias.flatten(1)
+    if own.dtype == bias.dtype:
+        logits = torch.addmm(bias, own, keys.t(), alpha=scaling)
+    else:
+        logits = torch.mm(own * scaling, keys.t()) + bias
+    return torch.mm(logits.softmax(-1).to(values.dtype), values).view(query.shape)
 
 
 def _logits(own: Tensor, keys: Tensor, bias: Tensor, scaling: float) -> Tensor:

@@ -17,6 +17,10 @@ from evictbench.pages import EMPTY, NEVER, PAGE, PagePool
 
 BY_OWNER = ("length", "newest", "visible", "tail", "reusable")
 
+FEW = 2**14
+"""Up to so many pairs of a query and a slot of its pool, all of them take less time in one product than page by page
+those that are needed."""
+
 
 class Board:
     """The pools of one device, which all have as many owners.
@@ -113,10 +117,15 @@ class Board:
         of["newest"].copy_(slots)
         return slots, flat
 
-    def bias(self, positions: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """What the first owners' queries at these positions, `[owners]` int32, do not see: by pool `[pages, 16]`, as of
-        `paged_attention.hiding`."""
-        parts: Sequence[Tensor] = hiding(self.slots["deadlines"], self._by_page(positions), dtype).split(self._sizes)
+    def bias(self, positions: Tensor, group: int, dtype: torch.dtype) -> Sequence[Tensor]:
+        """What the queries at these positions, `[owners]` int32, for the first owners, do not see, by pool, as
+        `paged_attention.attend_one` takes it. group: queries of an owner."""
+        hides, owners = hiding(self.slots["deadlines"], self._by_page(positions), dtype), positions.shape[0]
+        if owners * group * max(self._sizes) * PAGE <= FEW:
+            of_heads = torch.arange(owners * group, device=self.owner.device)[:, None] // group
+            others = self.slots["owner"] != of_heads
+            hides = torch.where(others[:, :, None], -torch.inf, hides)
+        parts: Sequence[Tensor] = hides.split(self._sizes, dim=-2)
         return parts
 
     def _by_page(self, positions: Tensor) -> Tensor:
@@ -129,8 +138,9 @@ class Board:
         for the first owners."""
         hidden = self.slots["deadlines"] <= self._by_page(following)[:, None]
         self.of_owners["visible"].view(-1).zero_().index_add_(0, self.owner, PAGE - hidden.sum(-1))
-        slots = self._first_slot[:, None] + torch.arange(PAGE, device=hidden.device)
-        dead = slots.masked_fill_(~hidden | (self.slots["positions"] == EMPTY), -1).amax(-1)
+        places = torch.arange(1, PAGE + 1, dtype=torch.int32, device=hidden.device)
+        last = (places * (hidden & (self.slots["positions"] != EMPTY))).amax(-1)
+        dead = torch.where(last > 0, self._first_slot + last - 1, -1)
         self.of_owners["reusable"].view(-1).fill_(-1).scatter_reduce_(0, self.owner, dead, "amax")
 
 

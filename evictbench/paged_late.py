@@ -51,7 +51,7 @@ class Late:
             slots, _ = board.enter(positions.shape[0], positions)
             bias: dict[int, Tensor] = {}
             if device.type != "cuda":
-                bias = dict(zip(pools, board.bias(positions, like.dtype), strict=True))
+                bias = dict(zip(pools, board.bias(positions, self.cache.shape.group, like.dtype), strict=True))
             self._opened[device] = Opened(board, before, dict(zip(pools, slots.unbind(), strict=True)), bias)
 
     def attend(
@@ -99,8 +99,8 @@ class Late:
             if cache.clock is not None:
                 cache.clock.lap(SIGNALS, device)
         positions, allotted = step.query_positions(device), cache.allotments(step, device)
-        found = [
-            policy.expiry(Arriving(layer, cache.shape, positions, allotted, read))[:, :, 0]
+        arriving = [
+            Arriving(layer, cache.shape, positions, allotted, read)
             for layer, read in zip(opened.reads, together, strict=True)
         ]
-        return torch.stack(found).flatten(1).to(torch.int32)
+        return policy.expiry_together(arriving)[..., 0].flatten(1).to(torch.int32)

@@ -120,6 +120,13 @@ class Policy:
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
 
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        # What a class says anew of one layer holds for several together, unless it says that anew too.
+        for one in ("read", "expiry", "judge"):
+            if one in vars(cls) and f"{one}_together" not in vars(cls):
+                setattr(cls, f"{one}_together", getattr(Policy, f"{one}_together"))
+
     @property
     def sinks(self) -> int:
         """How many first positions are never evicted. Part of the budget."""
@@ -271,6 +278,12 @@ class Policy:
         the last of which the next query sees.
         """
         raise NotImplementedError(f"{type(self).__name__} is not ragged")
+
+    def expiry_together(self, arriving: Sequence[Arriving]) -> Tensor:
+        """The same, as of `read_together`: `[layers, rows, kv_heads, 2]`."""
+        import torch
+
+        return torch.stack([self.expiry(one) for one in arriving])
 
     # Of a ragged policy whose entries are `contested`. Its `slot_state` travels with them; it is not asked for
     # `expiry`, nor `allot`. Sinks, `recent(budget)` and a pool: the token that leaves the recent window joins the pool

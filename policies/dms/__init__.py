@@ -220,13 +220,20 @@ class DMS(Policy):
         assert arriving.read is not None
         return governed(arriving.read > arriving.allotted[:, None, None], arriving.positions, self.sinks, self.reach)
 
+    def expiry_together(self, arriving: Sequence[Arriving]) -> Tensor:
+        """The same for several layers."""
+        import torch
+
+        read, one = torch.stack([one.read for one in arriving if one.read is not None]), arriving[0]
+        return governed(read > one.allotted[:, None, None], one.positions, self.sinks, self.reach)
+
 
 def governed(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tensor:
     """Deadlines of marks that come one token late: `[rows, kv_heads, 1 + new]` int32, NEVER where nothing is marked.
 
-    marks: `[rows, kv_heads, new]` bool, of the tokens at positions `[rows, new]`, -1 for padding in front. The mark at
-    position p governs the token at p - 1, which is seen by queries up to p - 1 + window. The result's first item is
-    that of the token before the new ones.
+    marks: `[rows, kv_heads, new]` bool, of the tokens at positions `[rows, new]`, -1 for padding in front; where new is
+    1, of several layers if need be. The mark at position p governs the token at p - 1, which is seen by queries up to
+    p - 1 + window. The result's first item is that of the token before the new ones.
     """
     import torch
 

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_dms_twin import feed, gate_weights
 
+from evictbench import paged_board
 from evictbench.paged import PagedCache
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy import ModelShape
+from evictbench.policy import Arriving, ModelShape
 from evictbench.rows import admit, release
 from twin.tiny import random_tokens, tiny_model
 
@@ -89,17 +90,20 @@ def sequences(model: Any, policy: DMS, seed: int, rows: int, steps: int) -> list
     window=st.integers(1, 20),
     sinks=st.integers(0, 4),
     gate=st.sampled_from(["head", "layer", "borrowed"]),
+    few=st.sampled_from([0, paged_board.FEW]),
     kind=st.sampled_from(["llama", "qwen3"]),
     seed=st.integers(0, 1000),
 )
 def test_all_layers_at_once_are_as_one_by_one(
-    rows: int, steps: int, window: int, sinks: int, gate: str, kind: Any, seed: int
+    rows: int, steps: int, window: int, sinks: int, gate: str, few: int, kind: Any, seed: int
 ) -> None:
     model = tiny_model(kind)
-    together, apart = (
-        sequences(model, build(cls, model, gate, window, sinks, seed), seed, rows, steps)
-        for cls in (AtZero, LayerByLayer)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_board, "FEW", few)
+        together, apart = (
+            sequences(model, build(cls, model, gate, window, sinks, seed), seed, rows, steps)
+            for cls in (AtZero, LayerByLayer)
+        )
     for (ours, has), (expected, had) in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-10, rtol=0)
         assert has == had
@@ -139,3 +143,18 @@ def test_the_gate_of_several_layers_is_that_of_each() -> None:
     for layers in ([0, 1, 2, 3, 4], [1, 4]):
         expected = torch.stack([gate.logits(layer, hidden[layer]) for layer in layers])
         torch.testing.assert_close(gate.logits_of_layers(layers, hidden[layers]), expected, atol=2e-3, rtol=1e-5)
+
+
+def test_what_a_subclass_says_of_one_layer_holds_for_all() -> None:
+    class Overruled(DMS):
+        def expiry(self, arriving: Arriving) -> torch.Tensor:
+            return super().expiry(arriving) + arriving.layer
+
+    read, positions = torch.ones((1, 2, 1)), torch.full((1, 1), 7, dtype=torch.int32)
+    shape = ModelShape(layers=2, heads=2, kv_heads=2, head_dim=8)
+    arriving = [Arriving(layer, shape, positions, torch.zeros(1), read) for layer in range(2)]
+    overruled, plain = Overruled(Settings(window=3)), DMS(Settings(window=3))
+    for policy in (overruled, plain):
+        expected = torch.stack([policy.expiry(one) for one in arriving])
+        assert torch.equal(policy.expiry_together(arriving), expected)
+    assert not torch.equal(overruled.expiry_together(arriving), plain.expiry_together(arriving))
