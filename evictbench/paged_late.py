@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Opened:
-    """A pass on one device. before: the numbers of the entries that were written last before it, `[layers, owners]`. By
-    layer: slots of the new entries, `[owners]`; bias, `[pages, 16]` of its pool, where that is made; reads."""
+    """A pass on one device. positions: of the new entries, `[owners]` int32; before: the numbers of the entries that
+    were written last before it, `[layers, owners]`. By layer: slots of the new entries, `[owners]`; bias as of
+    `attend_one`, where that is made; reads."""
 
     board: Board
+    positions: Tensor
     before: Tensor
     slots: dict[int, Tensor]
     bias: dict[int, Tensor]
@@ -52,7 +54,8 @@ class Late:
             bias: dict[int, Tensor] = {}
             if device.type != "cuda":
                 bias = dict(zip(pools, board.bias(positions, self.cache.shape.group, like.dtype), strict=True))
-            self._opened[device] = Opened(board, before, dict(zip(pools, slots.unbind(), strict=True)), bias)
+            of_layers = dict(zip(pools, slots.unbind(), strict=True))
+            self._opened[device] = Opened(board, positions, before, of_layers, bias)
 
     def attend(
         self, layer: PagedLayer, step: Pass, query: Tensor, keys: Tensor, values: Tensor, scaling: float
@@ -66,8 +69,7 @@ class Late:
         query, clock = cache.policy.after_rotation(query), cache.clock
         if clock is not None:
             clock.lap(POLICY, query.device)
-        positions = cache.by_owner(step, keys.device)
-        output = attend_one(pool, query, positions, scaling, opened.bias.get(index))
+        output = attend_one(pool, query, opened.positions, scaling, opened.bias.get(index))
         if clock is not None:
             clock.lap(ATTENTION, query.device)
         if index == cache.shape.layers - 1:
@@ -76,14 +78,13 @@ class Late:
 
     def _close(self, step: Pass) -> None:
         for device, opened in self._opened.items():
-            board, positions = opened.board, self.cache.by_owner(step, device)
             numbers, deadlines = opened.before, self._deadlines(step, device, opened)
             if not all(self.cache.seen):  # before this token a row may have had none
                 rows = [row for row, seen in enumerate(self.cache.seen) if seen]
                 held = torch.tensor([owner for row in rows for owner in self.cache.owners(row)], device=device)
                 numbers, deadlines = numbers[:, held], deadlines[:, held]
-            board.slots["deadlines"].view(-1).index_copy_(0, numbers.flatten(), deadlines.flatten())
-            board.look_ahead(positions + 1)
+            opened.board.slots["deadlines"].view(-1).index_copy_(0, numbers.flatten(), deadlines.flatten())
+            opened.board.look_ahead(opened.positions + 1)
         self._opened = {}
 
     def _deadlines(self, step: Pass, device: torch.device, opened: Opened) -> Tensor:

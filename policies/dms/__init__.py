@@ -10,6 +10,7 @@ from evictbench.errors import UserError
 from evictbench.policy import Arriving, ModelShape, Policy
 
 from .allotment import OFF, Calibration
+from .gate import BorrowedGate, SeparateGate
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from evictbench.learner import Learner, Training
     from evictbench.taps import Tap
     from evictbench.weights import Weights
-
-    from .gate import BorrowedGate, SeparateGate
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ class DMS(Policy):
     @property
     def borrowed(self) -> bool:
         """Whether the gate is a channel of the model's own queries; no weights are needed then."""
-        from .gate import BorrowedGate
-
         return self.config.gate == "borrowed" or isinstance(self._gate, BorrowedGate)
 
     @property
@@ -115,8 +112,6 @@ class DMS(Policy):
         separate = self.config.gate == "separate" or getattr(text, "dms_separate_alpha", False)
         if separate or (window is None and self.config.gate != "borrowed"):
             return
-        from .gate import BorrowedGate
-
         if self._window is None and window is not None:
             self._window = int(window)
         if self._alpha_per is None:
@@ -130,8 +125,6 @@ class DMS(Policy):
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take the separate gate's `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`, and the
         card's window, sinks and calibration where no setting says otherwise."""
-        from .gate import SeparateGate
-
         card: Mapping[str, Any] = {**weights.card, **(weights.card.get("settings") or {})}
         weight, bias = (weights.tensors.get(name) for name in ("weight", "bias"))
         wanted = (shape.layers, shape.kv_heads)
@@ -177,8 +170,6 @@ class DMS(Policy):
 
     def read(self, layer: int, name: Tap, tensor: Tensor) -> Tensor:
         """The gate's logits, `[rows, kv_heads, new]`."""
-        from .gate import BorrowedGate
-
         if self._gate is None:
             raise UserError("dms with a separate gate needs trained weights (--weights), and has none.")
         if isinstance(self._gate, BorrowedGate):
@@ -188,8 +179,6 @@ class DMS(Policy):
 
     def read_together(self, layers: Sequence[int], name: Tap, tensors: Sequence[Tensor]) -> Tensor:
         """The same, `[layers, rows, kv_heads, 1]`: of the separate gate one product for all layers."""
-        from .gate import SeparateGate
-
         if not isinstance(self._gate, SeparateGate):
             return super().read_together(layers, name, tensors)
         import torch
@@ -205,14 +194,10 @@ class DMS(Policy):
 
     def before_rotation(self, queries: Tensor) -> Tensor | None:
         """The borrowed channel is zeroed before the rotation."""
-        from .gate import BorrowedGate
-
         return self._gate.without_channel(queries, heads_at=2) if isinstance(self._gate, BorrowedGate) else None
 
     def after_rotation(self, queries: Tensor) -> Tensor:
         """And after it, because the rotation mixes channels."""
-        from .gate import BorrowedGate
-
         return self._gate.without_channel(queries, heads_at=1) if isinstance(self._gate, BorrowedGate) else queries
 
     def expiry(self, arriving: Arriving) -> Tensor:
