@@ -17,7 +17,7 @@ from evictbench.pages import EMPTY, NEVER, PAGE, PagePool
 
 BY_OWNER = ("length", "newest", "visible", "tail", "reusable")
 
-FEW = 2**14
+FEW = 2**15
 """Up to so many pairs of a query and a slot of its pool, all of them take less time in one product than page by page
 those that are needed."""
 
