@@ -74,10 +74,10 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bi
     Every page meets its owner's queries where it lies, all pages at once, and the softmax is put together per owner.
     """
     owner, values = pool.owner, pool.buffers["values"]
-    if "bias" in pool.buffers:
-        return _weighed(pool, query, positions.shape[0], scaling)
     if bias is not None and bias.dim() == 3:
         return _in_one(pool, query, scaling, bias)
+    if "bias" in pool.buffers:
+        return _weighed(pool, query, positions.shape[0], scaling)
     if bias is None:
         bias = hiding(pool.buffers["deadlines"], positions.index_select(0, owner), query.dtype)
     own = query.reshape(positions.shape[0], -1, query.shape[-1])

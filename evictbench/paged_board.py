@@ -118,9 +118,10 @@ class Board:
         return slots, flat
 
     def bias(self, positions: Tensor, group: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """What the queries at these positions, `[owners]` int32, for the first owners, do not see, by pool, as
-        `paged_attention.attend_one` takes it. group: queries of an owner."""
-        hides, owners = hiding(self.slots["deadlines"], self._by_page(positions), dtype), positions.shape[0]
+        """What the queries at these positions, `[owners]` int32, for the first owners, do not see, and how much what
+        they see counts, by pool, as `paged_attention.attend_one` takes it. group: queries of an owner."""
+        own, owners = self.slots.get("bias"), positions.shape[0]
+        hides = hiding(self.slots["deadlines"], self._by_page(positions), dtype) if own is None else own
         if owners * group * max(self._sizes) * PAGE <= FEW:
             of_heads = torch.arange(owners * group, device=self.owner.device)[:, None] // group
             others = self.slots["owner"] != of_heads

@@ -46,6 +46,7 @@ class Contest:
         self.terms: list[Terms] = []
         self._arriving: list[Arriving] = []
         self._slots: dict[int, Tensor] = {}
+        self._biases: dict[int, Tensor] = {}
         self._entered: dict[torch.device, tuple[Board, Tensor]] = {}
 
     def begin(self, prompts: Sequence[int]) -> None:
@@ -123,7 +124,7 @@ class Contest:
         now, clock = self.cache.by_owner(step, query.device), self.cache.clock
         if clock is not None:
             clock.lap(POLICY, query.device)
-        output = attend_one(pool, query, now, scaling)
+        output = attend_one(pool, query, now, scaling, self._biases.get(layer.index))
         if clock is not None:
             clock.lap(ATTENTION, query.device)
         return output
@@ -134,6 +135,9 @@ class Contest:
             board, positions = self.cache.boards.of(pools.values()), self.cache.by_owner(step, device)
             slots, numbers = board.enter(positions.shape[0], positions)
             self._slots.update(zip(pools, slots.unbind(), strict=True))
+            if device.type != "cuda":
+                bias = board.bias(positions, self.cache.shape.group, board.slots["bias"].dtype)
+                self._biases.update(zip(pools, bias, strict=True))
             self._entered[device] = board, numbers
 
     def _bias(self, positions: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ def _slots_of(wanted: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     rows, sets, slots = positions.shape
     new = wanted.shape[1]
     if new == 1:
-        same = positions == wanted[:, None]
-        return same.int().argmax(-1, keepdim=True), same.any(-1, keepdim=True)
+        found, slot = (positions == wanted[:, None]).max(-1, keepdim=True)
+        return slot, found
     column = positions - wanted[:, None, -1:] + (new - 1)
     inside = (column >= 0) & (column < new) & (positions >= 0)
     column = torch.where(inside, column, new).long()  # one more column takes all others

@@ -7,6 +7,7 @@ import torch
 
 from evictbench import paged_flex
 from evictbench.paged_attention import by_page
+from evictbench.paged_board import Board
 from evictbench.pages import NEVER, PagePool
 from evictbench.policy import SlotTensor
 
@@ -42,13 +43,20 @@ def weighed(lengths: list[int], dtype: torch.dtype) -> PagePool:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_bias_is_part_of_the_logits(dtype: torch.dtype) -> None:
+def test_a_bias_is_part_of_the_logits(dtype: torch.dtype, together: bool) -> None:
     lengths = [1, 37, 16, 300]
     pool = weighed(lengths, dtype)
     query = torch.randn((2, 6, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1)).to(dtype)
     positions = torch.full((4,), 1000, dtype=torch.int32)
-    found = by_page(pool, query, positions, 0.5)
+    bias_of_all = None
+    if together:  # few enough that every query meets every entry
+        board = Board([pool])
+        board.refresh()
+        (bias_of_all,) = board.bias(positions, 3, pool.buffers["bias"].dtype)
+        assert bias_of_all.dim() == 3
+    found = by_page(pool, query, positions, 0.5, bias_of_all)
     assert found.dtype == dtype
     tolerance = 1e-12 if dtype == torch.float64 else 40 * torch.finfo(dtype).eps
     for owner in range(4):

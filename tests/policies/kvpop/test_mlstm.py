@@ -80,7 +80,8 @@ def test_chunks_steps_and_sums_are_one(
     close(stepped, sums)
     close(answers, sums)
     for ours, theirs in zip(plain(state), plain(last), strict=True):
-        close(ours, theirs)
+        largest = theirs.abs().max().clamp(min=1)  # an entry may be a small difference of large terms
+        close(ours / largest, theirs / largest)
 
 
 @quick
