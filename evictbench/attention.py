@@ -83,7 +83,7 @@ def attend(
     step = cache.begin(key, attention_mask) if layer.index == 0 else cache.current
     assert step is not None
     view = _view(layer, step, cache.write(layer, key, value, step))
-    if not step.together:
+    if not step.settles:
         cache.policy.prepare(view)
     output = _attend(layer, step, view, query, scaling)
     cache.finish(layer, step, view)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.placement import Placement
     from evictbench.policy import Step
+    from evictbench.together import Scored
 
 
 @dataclass
@@ -44,9 +45,9 @@ class Pass:
 
     counts: real new tokens; before, after: entries held before it and once its own are written; seen: tokens seen
     after it; entries: what its own queries and the next may see, `queries + 1` each; targets: entries kept after
-    the cut, None where nothing is cut. dense: every query sees everything, whatever the budget. together: one token a
-    row, and the policy's priorities are static, so that all layers are decided at its end, from their `views`. carried:
-    what the policy hands on from layer to layer.
+    the cut, None where nothing is cut. dense: every query sees everything, whatever the budget. settles: one token a
+    row, and the policy's priorities are static, so that all layers are scored at its end, from their `views`. scored:
+    what layers are cut by at its end. carried: what the policy hands on from layer to layer.
     """
 
     queries: int
@@ -60,8 +61,9 @@ class Pass:
     dense: bool
     ends_prompt: bool
     holes: bool
-    together: bool = False
+    settles: bool = False
     views: list[Step] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
     deadlines: dict[Placement, Tensor] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)
     _made: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class Pass:
             dense=cache.reads_dense,
             ends_prompt=ends_prompt,
             holes=any(cache.holes),
-            together=queries == 1 and cache.policy.static and cache.policy.shares == "head",
+            settles=queries == 1 and cache.policy.static and cache.policy.shares == "head",
         )
 
     @cached_property
