@@ -116,6 +116,11 @@ def spread(values: list[float], digits: int = 1) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def few(turns: int) -> str:
+    """How many turns of an arm that takes minutes."""
+    return "a single turn" if turns == 1 else f"{turns} turns only (lowest to highest)"
+
+
 def compared(
     rounds: Rounds, better: str, other: str, value: Callable[[Answer], float], wanted: float, *, sign: str = ">="
 ) -> tuple[str, ...]:
@@ -225,7 +230,7 @@ def observed(bench: Bench) -> None:
         f"Prompt of {options.prompt:,} tokens, budget {options.budget}, ours in chunks of {options.chunk}; kvpress' "
         "ObservedAttentionPress in one pass with eager attention, the only one it works with. Its scores are the mean "
         "attention over the queries that see an entry, ours the sum, and half of ours are the most recent. Medians of "
-        f"{options.slow_repeats} turns only (lowest to highest): one of kvpress takes minutes.\n\n"
+        f"{few(options.slow_repeats)}: one of kvpress takes minutes.\n\n"
         + table(["arm", "seconds", "peak MB"], [_prefilled(name, answers) for name, answers in rounds.items()])
         + "\n\n"
         + table(["", "ratio", "in single turns", "goal"], ratios)
@@ -270,7 +275,7 @@ def evaluation(bench: Bench) -> None:
         "after the other, cuts the context to the same budget, and lets the cache grow with the answer (its "
         f"DecodingPress, at its interval of {options.interval}, would cut nothing before the answers end). New tokens "
         "per second of the whole work, prompts included; medians of "
-        f"{options.slow_repeats} turns only (lowest to highest): one of kvpress takes minutes.\n\n"
+        f"{few(options.slow_repeats)}: one of kvpress takes minutes.\n\n"
         + table(["arm", "new tokens", "tokens/s", "seconds"], rows)
         + "\n\n"
         + table(["tokens/s, ours / kvpress", "ratio", "in single turns", "goal"], ratios),
