@@ -21,13 +21,12 @@ from transformers.cache_utils import Cache
 
 from evictbench.budget import Budget
 from evictbench.errors import UserError
-from evictbench.eviction import evict
 from evictbench.passes import Occupancy, Pass
 from evictbench.placement import Placement
 from evictbench.policy import Entering, ModelShape, Policy, Step
 from evictbench.reindex import SinkShift, inverse_frequencies
 from evictbench.slots import SlotLayer
-from evictbench.together import Scored, evict_one, settle
+from evictbench.together import evict_after
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -247,19 +246,7 @@ class EvictionCache(Cache):
         """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""
         self.policy.observe(view)
         last = layer.index == self.shape.layers - 1
-        if step.settles:
-            step.views.append(view)
-            if last:
-                settle(self, step)
-        elif self.policy.shares == "model":
-            if last:
-                evict(self, self.layers, step, view)
-        elif step.cuts and step.one_out:
-            step.scored.append(Scored(layer.index, view.positions, self.policy.score(view)))
-            if last:
-                evict_one(self, step)
-        else:
-            evict(self, [layer], step, view)
+        evict_after(self, layer, step, view, last)
         if last:
             self._close(step)
 

@@ -1,4 +1,4 @@
-"""Decode: what leaves is found for all layers at once, after the last of them has attended.
+"""When what leaves is found: in decode for all layers at once, after the last of them has attended.
 
 The slot that an evicted entry leaves is wanted by the next token only, so that it can be found at the end of the pass;
 and one operation over all layers' heads costs little more than one over one layer's. What a policy says of its entries
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from evictbench.cache import EvictionCache
     from evictbench.passes import Pass
     from evictbench.policy import Step
+    from evictbench.slots import SlotLayer
 
 ELEMENTS_AT_ONCE = 2**24
 """Slots of so many layers are looked at together that they are about this many."""
@@ -39,7 +40,25 @@ class Scored:
 Layer = TypeVar("Layer", "Step", "Scored")
 
 
-def settle(cache: EvictionCache, step: Pass) -> None:
+def evict_after(cache: EvictionCache, layer: SlotLayer, step: Pass, view: Step, last: bool) -> None:
+    """A layer has attended: evict now what can only be found now, and the rest after the last layer."""
+    if step.settles:
+        step.views.append(view)
+        if last:
+            _settle(cache, step)
+    elif cache.policy.shares == "model":
+        if last:
+            evict(cache, cache.layers, step, view)
+    elif step.cuts and step.one_out:
+        step.scored.append(Scored(layer.index, view.positions, cache.policy.score(view)))
+        if last:
+            for scored in _groups(step.scored):
+                _evict_one(cache, step, scored)
+    else:
+        evict(cache, [layer], step, view)
+
+
+def _settle(cache: EvictionCache, step: Pass) -> None:
     """Let a static policy settle what came in, then evict from every layer. `step.views` has one view a layer."""
     for views in _groups(step.views):
         cache.policy.settle(views)
@@ -50,14 +69,8 @@ def settle(cache: EvictionCache, step: Pass) -> None:
                 evict(cache, [cache.layers[view.layer]], step, view)
 
 
-def evict_one(cache: EvictionCache, step: Pass) -> None:
-    """Each row that is cut loses one entry of every kept set, by `step.scored`, of each layer."""
-    for scored in _groups(step.scored):
-        _evict_one(cache, step, scored)
-
-
 def _evict_one(cache: EvictionCache, step: Pass, layers: Sequence[Scored]) -> None:
-    """The same for some layers; the next token will take the freed slots."""
+    """In each of these layers, each row that is cut loses one entry of every kept set, to the next token."""
     positions = torch.cat([of.positions for of in layers], dim=1)
     score = torch.cat([of.score.expand(of.positions.shape) for of in layers], dim=1)
     evicted = worst(score, positions, protected(cache, step, positions))
