@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 model: setup
-	$(BIN)/python -m evictbench.bundled
+	$(BIN)/python -m evictbench.models.bundled
 
 run: model
 	$(BIN)/evictbench run $(RUN_ARGS)

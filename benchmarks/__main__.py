@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
-from evictbench.cache import EvictionCache
-from evictbench.models import load_model, resolve
-from evictbench.paged import PagedCache
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.generation.batching import admit
+from evictbench.models.load import load_model, resolve
 from evictbench.registry import parse_policy
-from evictbench.rows import admit
 
 EVICTING = ("streaming_llm", "tova", "h2o", "snapkv", "random")
 GOALS = {

@@ -59,7 +59,7 @@ class Bench:
 
     @contextmanager
     def theirs(self, name: str, policy: str) -> Iterator[Arm]:
-        from evictbench import bundled
+        from evictbench.models import bundled
 
         arguments = ["--model", str(bundled.ensure())]
         with self._arm(name, str(self.options.kvpress_python), "benchmarks.kvpress_arms", policy, arguments) as arm:
@@ -284,8 +284,8 @@ def evaluation(bench: Bench) -> None:
 
 def ruler_prompts(bench: Bench) -> tuple[Path, list[int]]:
     """The prompts as token ids with the border before the question; the file, and their lengths."""
-    from evictbench.plan import make_plan
-    from evictbench.settings import Settings
+    from evictbench.evaluation.plan import make_plan
+    from evictbench.evaluation.settings import Settings
 
     options = bench.options
     settings = Settings(

@@ -30,10 +30,10 @@ def main() -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from evictbench.generation import Generator, Request
-    from evictbench.models import load_model
-    from evictbench.plan import make_plan
-    from evictbench.settings import Settings
+    from evictbench.evaluation.plan import make_plan
+    from evictbench.evaluation.settings import Settings
+    from evictbench.generation.generator import Generator, Request
+    from evictbench.models.load import load_model
 
     report: dict[str, Any] = {}
     for name, case in CASES.items():

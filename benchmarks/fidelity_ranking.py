@@ -72,9 +72,9 @@ def _options() -> argparse.Namespace:
 
 def _measure(policy: str, options: argparse.Namespace) -> dict[str, Values]:
     """Metric to its values, over every seed; what is there from before is not run again."""
-    from evictbench import records
-    from evictbench.run import run
-    from evictbench.settings import Settings
+    from evictbench.evaluation.run import run
+    from evictbench.evaluation.settings import Settings
+    from evictbench.store import run_folder
 
     found: dict[str, Values] = {"kl": {}, "agreement": {}}
     for seed in options.seeds:
@@ -97,7 +97,7 @@ def _measure(policy: str, options: argparse.Namespace) -> dict[str, Values]:
         outcome = run(settings, _Watcher(f"{policy}, seed {seed}"))
         if outcome.interrupted:
             raise SystemExit(f"interrupted; what is finished is in {options.out}")
-        for line in records.read_samples(outcome.plan.folder).values():
+        for line in run_folder.read_samples(outcome.plan.folder).values():
             if line["doc_id"] < options.texts:
                 for name, values in found.items():
                     values[seed, line["doc_id"]] = line["metrics"][name]

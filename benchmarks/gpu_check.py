@@ -28,11 +28,12 @@ from benchmarks.random_policies import names, policy_for
 from benchmarks.recorded_step import cuda_graph
 from benchmarks.sections import RESULTS, goal, replace_section, table
 from benchmarks.steps import NONE, Oldest
-from evictbench import paged_attention, shapes
-from evictbench.budget import Budget
+from evictbench.cache.paged import attention
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.trace_cell import read_weights
+from evictbench.generation.runner import Feeder
+from evictbench.models import random_models
+from evictbench.policy.budget import Budget
+from evictbench.trace.cell import read_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,13 +202,13 @@ def check(options: argparse.Namespace) -> tuple[str, bool]:
     for name in names():
         found.append(compare(name, small, device, *plan.equality))
         say(f"{name}: {found[-1].words}")
-    paged = paged_attention._by_flex_attention
+    paged = attention._by_flex_attention
     flex_small, paged.agrees = paged.agrees, None
     if options.tiny:
         model = small.to(device)
     else:
         say(f"building {SHAPE} with random weights")
-        model = shapes.build(shapes.named(SHAPE), device, "bfloat16", seed=0)
+        model = random_models.build(random_models.named(SHAPE), device, "bfloat16", seed=0)
     weights = read_weights(model)
     record = cuda_graph if torch.device(device).type == "cuda" else None
     bench = Bench(model, contenders(model, plan), left, record, plan.runs, plan.steps)
@@ -256,9 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.tiny and torch.device(options.device).type != "cuda":
             raise UserError("The check is for a GPU: say --device cuda:0, or --tiny to see that it runs.")
-        device = shapes.device_for(options.device)
+        device = random_models.device_for(options.device)
         if not options.tiny:
-            shapes.check_room(shapes.named(SHAPE), SHAPE, device, "bfloat16")
+            random_models.check_room(random_models.named(SHAPE), SHAPE, device, "bfloat16")
         options.device = device
         text, met = check(options)
     except UserError as error:

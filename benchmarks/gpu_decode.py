@@ -16,17 +16,17 @@ import torch
 from benchmarks.limit import in_turns
 from benchmarks.random_entries import filled
 from benchmarks.recorded_step import WARM_STEPS, Record, RecordedStep
-from evictbench.budget import Budget
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.machine import Memory
-from evictbench.trace_cell import Measuring, _entries, _most_held, _most_read
+from evictbench.generation.runner import Feeder
+from evictbench.models.machine import Memory
+from evictbench.policy.budget import Budget
+from evictbench.trace.cell import Measuring, _entries, _most_held, _most_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache import EvictionCache
-    from evictbench.policy import Policy
+    from evictbench.cache.slots.cache import EvictionCache
+    from evictbench.policy.base import Policy
 
 MARGIN = 3 * 2**30
 """Bytes that are left free beside caches: for a step's own tensors and what the allocator keeps."""

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.random_policies import policy_for
-from evictbench.budget import Budget
-from evictbench.feeding import Feeder
-from evictbench.policy import ModelShape
-from evictbench.rows import admit
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache import EvictionCache
+    from evictbench.cache.slots.cache import EvictionCache
 
 ALLOWED = 1e-3
 """Of the largest logit: kernels sum in another order. A kept set that differs moves logits by far more."""

@@ -26,13 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from benchmarks.__main__ import Arm, plain, take_turns, timed, tokens_for
-from evictbench import models, weights
-from evictbench.cache import EvictionCache
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.foresight import watch_dense_run
-from evictbench.future import future_labels
-from evictbench.paged import PagedCache
-from evictbench.policy import ModelShape, Policy
+from evictbench.generation.dense_run import watch_dense_run
+from evictbench.models import load, policy_weights
+from evictbench.policy.base import Policy
+from evictbench.policy.future_attention import future_labels
+from evictbench.policy.step import ModelShape
 from evictbench.registry import parse_policy
 
 LABELS = ("mean", "max")
@@ -109,7 +110,7 @@ def target_bytes(shape: ModelShape, length: int, label: Any) -> int:
     return live.peak
 
 
-def fitted(name: str, where: str | None, random: bool, model: PreTrainedModel, source: models.Source) -> Policy:
+def fitted(name: str, where: str | None, random: bool, model: PreTrainedModel, source: load.Source) -> Policy:
     """A policy with its weights: given, bundled or random."""
     chosen = parse_policy(name)
     policy: Policy = chosen.policy(chosen.config)
@@ -117,16 +118,18 @@ def fitted(name: str, where: str | None, random: bool, model: PreTrainedModel, s
         return policy
     shape = ModelShape.of(model.config)
     if random:
-        found = weights.Weights(random_tensors(policy, model, shape), {"settings": {"window": WINDOW}}, "random", "")
+        found = policy_weights.Weights(
+            random_tensors(policy, model, shape), {"settings": {"window": WINDOW}}, "random", ""
+        )
     else:
-        found = weights.find(policy, where, source.name, models.weights_hash(source), shape)
+        found = policy_weights.find(policy, where, source.name, load.weights_hash(source), shape)
     policy.use(found, shape)
     return policy
 
 
 def random_tensors(policy: Policy, model: PreTrainedModel, shape: ModelShape) -> dict[str, torch.Tensor]:
     """What an untrained learner would save."""
-    from evictbench.learner import Training
+    from evictbench.policy.learner import Training
 
     training = Training(
         window=WINDOW, budgets=(512,), length=2048, steps=1, seed=0, recipe=policy.Recipe(), model=model.config
@@ -169,8 +172,8 @@ def main() -> None:
         options.length, options.prompt, options.budget, options.steps, options.repeats = 512, 256, 128, 10, 1
     torch.set_grad_enabled(False)
     console = Console()
-    source = models.resolve("smollm2")
-    model = models.load_model(source, device="cpu", dtype="float32")
+    source = load.resolve("smollm2")
+    model = load.load_model(source, device="cpu", dtype="float32")
     shape = ModelShape.of(model.config)
     given = dict(item.split("=", 1) for item in options.weights)
     try:

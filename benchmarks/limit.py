@@ -1,8 +1,8 @@
 """`python -m benchmarks.limit [--quick]`: a decode step against its own matrix-vector products.
 
 Products: every weight of a step in order, through torch's linear, and through the packed layers that a step uses
-(`evictbench.packed_linear`). Read bandwidth: a sum over a buffer much larger than a processor's caches. Beside the
-step: the same step with torch's linear, and that with its MLPs compiled by torch.compile. StreamingLLM, budget 512,
+(`evictbench.models.packed_linear`). Read bandwidth: a sum over a buffer much larger than a processor's caches. Beside
+the step: the same step with torch's linear, and that with its MLPs compiled by torch.compile. StreamingLLM, budget 512,
 arms in turns, the median of five runs. bfloat16 is another model, not a faster float32.
 """
 
@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from benchmarks.__main__ import Arm
 from benchmarks.sections import RESULTS, goal, replace_section, table
 from benchmarks.steps import build, filled
-from evictbench.models import load_model, resolve
-from evictbench.trace_cell import read_weights
+from evictbench.models.load import load_model, resolve
+from evictbench.trace.cell import read_weights
 
 
 def linears(model: PreTrainedModel) -> list[nn.Linear]:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.serving import Answer, PeakMemory, serve
-from evictbench.budget import Budget
-from evictbench.feeding import Feeder
-from evictbench.generation import Generator, Request
-from evictbench.models import load_model, load_tokenizer, resolve
+from evictbench.generation.generator import Generator, Request
+from evictbench.generation.runner import Feeder
+from evictbench.models.load import load_model, load_tokenizer, resolve
+from evictbench.policy.budget import Budget
 from evictbench.registry import parse_policy
 
 

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.__main__ import tokens_for
 from benchmarks.sections import RESULTS, goal, replace_section
-from evictbench.budget import Budget
-from evictbench.generation import Generator, Request
-from evictbench.models import load_model, load_tokenizer, resolve
+from evictbench.generation.generator import Generator, Request
+from evictbench.models.load import load_model, load_tokenizer, resolve
+from evictbench.policy.budget import Budget
 from evictbench.registry import parse_policy
 
 ROWS = 8

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evictbench.cache import GROWTH_BLOCK, EvictionCache
+from evictbench.cache.forward_plan import Occupancy
+from evictbench.cache.paged.cache import PagedCache, PagedLayer, allotted
+from evictbench.cache.paged.pool import NEVER, PAGE
+from evictbench.cache.slots.cache import GROWTH_BLOCK, EvictionCache
 from evictbench.errors import UserError
-from evictbench.paged import PagedCache, PagedLayer, allotted
-from evictbench.pages import NEVER, PAGE
-from evictbench.passes import Occupancy
 
 if TYPE_CHECKING:
-    from evictbench.feeding import Feeder
+    from evictbench.generation.runner import Feeder
 
 SPREAD = 0.5
 """Of ragged heads the shortest is so much shorter than the mean, in share, and the longest so much longer."""

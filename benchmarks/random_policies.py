@@ -13,15 +13,16 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
+from evictbench.models.policy_weights import Weights
 from evictbench.registry import POLICIES
-from evictbench.trace_weights import RANDOM, _card, _random
-from evictbench.weights import Weights
+from evictbench.trace.random_weights import RANDOM, _card, _random
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from evictbench.policy import ModelShape, Policy
+    from evictbench.policy.base import Policy
+    from evictbench.policy.step import ModelShape
 
 NOISE = 0.1
 
@@ -38,7 +39,7 @@ def names() -> dict[str, str]:
 
 def policy_for(name: str, config: PretrainedConfig, window: int, seed: int = 0) -> Policy:
     """A policy for a model of this config, with random weights if it learns. window: of DMS; the others have theirs."""
-    from evictbench.policy import ModelShape
+    from evictbench.policy.step import ModelShape
 
     module, _, kind = names()[name].partition(":")
     policy: Policy = getattr(importlib.import_module(module), kind)()

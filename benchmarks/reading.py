@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 
 import evictbench
-from evictbench import records
+from evictbench.store import run_folder
 
 GOALS = {"results": 10.0, "plot --help": 0.5}
 """Seconds, at most."""
@@ -76,12 +76,12 @@ def write(root: Path, runs: int, samples: int) -> None:
             "weights": "sha256:0",
             "dtype": "float32",
         }
-        mark = records.fingerprint(identity)
-        folder = records.run_folder(root, "ruler", "smollm2", "h2o", identity["budget"], mark)
+        mark = run_folder.fingerprint(identity)
+        folder = run_folder.run_folder(root, "ruler", "smollm2", "h2o", identity["budget"], mark)
         folder.mkdir(parents=True)
-        run = {"results_version": records.RESULTS_VERSION, "fingerprint": mark, "identity": identity, "sessions": []}
-        (folder / records.RUN).write_text(json.dumps(run))
-        (folder / records.SAMPLES).write_bytes(data)
+        run = {"results_version": run_folder.RESULTS_VERSION, "fingerprint": mark, "identity": identity, "sessions": []}
+        (folder / run_folder.RUN).write_text(json.dumps(run))
+        (folder / run_folder.SAMPLES).write_bytes(data)
 
 
 def main() -> int:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evictbench.cache import EvictionCache
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.paged import PagedCache
 
 if TYPE_CHECKING:
-    from evictbench.feeding import Feeder
-    from evictbench.passes import Pass
+    from evictbench.cache.forward_plan import Pass
+    from evictbench.generation.runner import Feeder
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Run something once and record what it does; what it returns does that again."""

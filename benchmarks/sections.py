@@ -15,8 +15,8 @@ def machine() -> str:
     """Where a section was measured: processor, cores, memory, versions."""
     import torch
 
-    from evictbench.environment import versions
-    from evictbench.machine import describe
+    from evictbench.models.machine import describe
+    from evictbench.store.environment import versions
 
     at = describe(torch.device("cpu"))
     libraries = versions()

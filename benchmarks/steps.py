@@ -21,14 +21,15 @@ from transformers import PreTrainedModel
 from benchmarks.__main__ import Arm, tokens_for
 from benchmarks.learned import fitted
 from benchmarks.sections import RESULTS, goal, replace_section, table
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.models import load_model, resolve
-from evictbench.policy import Policy, Step
-from evictbench.rows import admit
-from evictbench.trace_cell import _entries
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
+from evictbench.models.load import load_model, resolve
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import Step
+from evictbench.trace.cell import _entries
 
 RUNS = 5
 GOALS = {

@@ -18,11 +18,11 @@ __version__ = "0.1.0"
 def results(folder: str | PathLike[str] = "results/runs", *, text: bool = True) -> pd.DataFrame:
     """Every finished sample under a folder of results, one row per sample and repeat.
 
-    The columns are in `evictbench.results_frame.COLUMNS`, and `evictbench.results_frame.cells` makes one row per run
+    The columns are in `evictbench.store.frame.COLUMNS`, and `evictbench.store.frame.cells` makes one row per run
     and task of them. text: with the answers' text. Raises UserError for a folder that holds no results.
     """
     from pathlib import Path
 
-    from evictbench.results_frame import read_results
+    from evictbench.store.frame import read_results
 
     return read_results(Path(folder), text=text)

@@ -1,5 +1,5 @@
 """`python -m evictbench` is the `evictbench` command."""
 
-from evictbench.cli import main
+from evictbench.cli.app import main
 
 main()

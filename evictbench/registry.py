@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.policy import Policy
-    from evictbench.suite import Suite
+    from evictbench.policy.base import Policy
+    from evictbench.suite.spec import Suite
 
 POLICIES = "evictbench.policies"
 SUITES = "evictbench.suites"
@@ -68,14 +68,14 @@ def load_policy(name: str) -> type[Policy]:
 
 def load_suite(name: str) -> Suite:
     """The suite of that name; "lm-eval:gsm8k_cot" is a suite of that one task."""
-    from evictbench.suite import Suite
+    from evictbench.suite.spec import Suite
 
     if name.startswith(LM_EVAL):
-        suite = importlib.import_module("evictbench.lm").suite_for(name.removeprefix(LM_EVAL))
+        suite = importlib.import_module("evictbench.harness.model").suite_for(name.removeprefix(LM_EVAL))
     else:
         suite = _load(SUITES, "suite", name)
     if not isinstance(suite, Suite):
-        raise UserError(f"The suite {name} is not an evictbench.suite.Suite but a {type(suite).__name__}.")
+        raise UserError(f"The suite {name} is not an evictbench.suite.spec.Suite but a {type(suite).__name__}.")
     return suite
 
 
@@ -186,10 +186,10 @@ def _from_file(path: Path, cls: str) -> tuple[type[Policy], str]:
 
 
 def _policy_class(cls: Any, name: str) -> type[Policy]:
-    from evictbench.policy import Policy
+    from evictbench.policy.base import Policy
 
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise UserError(f"{name} is not a policy: it has to be a subclass of evictbench.policy.Policy.")
+        raise UserError(f"{name} is not a policy: it has to be a subclass of evictbench.policy.base.Policy.")
     missing = [needed for needed in ("name", "summary", "paper") if not isinstance(getattr(cls, needed, None), str)]
     if missing:
         raise UserError(f"The policy {cls.__name__} does not say its {' and '.join(missing)}.")

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import GROUP_DIM, Entering, ModelShape, Policy, Shares, SlotTensor, Step
+from evictbench.policy.base import Policy, Shares
+from evictbench.policy.step import GROUP_DIM, Entering, ModelShape, SlotTensor, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.foresight import DenseRun
+    from evictbench.policy.step import DenseRun
 
 LEAST_LABEL = -(2.0**20)
 """The label of a token that nothing attends to from behind the window; a float32 logarithm is never so low."""
@@ -92,7 +93,7 @@ class Oracle(Policy):
 
     def foresee(self, run: DenseRun) -> list[Tensor]:
         """The log-label of every token, `[kv_heads, tokens]` float32 a layer; equal rows where a set is shared."""
-        from evictbench.future import future_attention
+        from evictbench.policy.future_attention import future_attention
 
         labels: list[Tensor] = []
 

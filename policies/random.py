@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy import Entering, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy.base import Policy
+from evictbench.policy.step import Entering, ModelShape, SlotTensor, Step
 
 if TYPE_CHECKING:
     import torch

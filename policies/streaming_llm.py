@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import ModelShape, Policy, Step
+from evictbench.policy.base import Policy
+from evictbench.policy.step import ModelShape, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.learner import Learner, Training
+    from evictbench.policy.learner import Learner, Training
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class StreamingLLM(Policy):
         """Closed form: query q sees positions after q - (budget - sinks)."""
         import torch
 
-        from evictbench.deadlines import NEVER
+        from evictbench.policy.deadlines import NEVER
 
         following = step.query_positions[:, -1:] + 1
         queries = torch.cat([step.query_positions, following], dim=1).long()

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from evictbench.deadlines import NEVER
+from evictbench.cache.rope import inverse_frequencies
 from evictbench.errors import UserError
-from evictbench.learner import Batch, Learner, Training
-from evictbench.reindex import inverse_frequencies
-from evictbench.student import Visible
+from evictbench.policy.deadlines import NEVER
+from evictbench.policy.learner import Batch, Learner, Training, Visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from evictbench import records, registry
+from evictbench import registry
 from evictbench.errors import UserError
-from evictbench.plan import Plan, make_plan
-from evictbench.run import TextGenerator, load_generator, load_model, run_plan
-from evictbench.settings import Settings
+from evictbench.evaluation.plan import Plan, make_plan
+from evictbench.evaluation.run import TextGenerator, load_generator, load_model, run_plan
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,10 +48,10 @@ class Cell:
             return "full"
         return "oracle" if policy.foresees else "learned" if policy.learned else "training-free"
 
-    def values(self, metric: str) -> dict[records.Key, float]:
+    def values(self, metric: str) -> dict[run_folder.Key, float]:
         """A metric of every sample asked for that is finished, by sample."""
         asked = {planned.key for planned in self.plan.prompts}
-        lines = records.read_samples(self.plan.folder)
+        lines = run_folder.read_samples(self.plan.folder)
         return {key: _metric(line, metric) for key, line in lines.items() if key in asked}
 
 
@@ -114,7 +115,7 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
     for start in range(0, len(todo), block):
         keys = set(todo[start : start + block])
         for cell in cells:
-            finished = records.read_samples(cell.plan.folder) if cell.plan.folder.exists() else {}
+            finished = run_folder.read_samples(cell.plan.folder) if cell.plan.folder.exists() else {}
             if cell.busy or keys <= finished.keys():
                 continue
             began, watch.samples = time.perf_counter(), 0
@@ -136,7 +137,7 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
 
 def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[TextGenerator, str]:
     """An ordinary run's generator of a model that is here, fed from recordings."""
-    from evictbench.generation import Generator
+    from evictbench.generation.generator import Generator
     from evictbench.suites.fidelity.generator import Forced
     from studies.replay import ReplayingFeeder
 
@@ -160,13 +161,13 @@ def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[Tex
     return generator, device
 
 
-def _keys(cells: Sequence[Cell]) -> list[records.Key]:
+def _keys(cells: Sequence[Cell]) -> list[run_folder.Key]:
     return list(dict.fromkeys(planned.key for cell in cells for planned in cell.plan.prompts))
 
 
-def _finished(cells: Sequence[Cell]) -> dict[str, set[records.Key]]:
+def _finished(cells: Sequence[Cell]) -> dict[str, set[run_folder.Key]]:
     return {
-        cell.title: set(records.read_samples(cell.plan.folder)) if cell.plan.folder.exists() else set()
+        cell.title: set(run_folder.read_samples(cell.plan.folder)) if cell.plan.folder.exists() else set()
         for cell in cells
     }
 

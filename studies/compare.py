@@ -8,8 +8,8 @@
 Policies are named as on the command line; `kvpop:label=max@FOLDER` takes its weights from a folder. What is finished is
 not run again. Each policy of --test (learned ones and oracles by default) is set beside every training-free one, paired
 by document: the sign-flip test of the mean difference, and the exact sign test, which for right-or-wrong answers is
-McNemar's (`evictbench.paired`). Times in these folders are not those of ordinary runs: what a text costs once is shared
-by all cells (`studies.replay`).
+McNemar's (`evictbench.stats.paired`). Times in these folders are not those of ordinary runs: what a text costs once is
+shared by all cells (`studies.replay`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.settings import CHOICES
+from evictbench.evaluation.settings import CHOICES
 
 if TYPE_CHECKING:
     from studies.cells import Cell
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from evictbench.evaluation.settings import Settings
     from evictbench.registry import split_policies
-    from evictbench.settings import Settings
     from studies.cells import plan_cells, run_cells
 
     def say(text: str) -> None:
@@ -117,8 +117,8 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Seque
 
     named: the policies to test, by the names that the cells have; None: all learned ones and oracles.
     """
-    from evictbench.paired import difference
-    from evictbench.stats import mean_interval, spread_interval
+    from evictbench.stats.intervals import mean_interval, spread_interval
+    from evictbench.stats.paired import difference
 
     found = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
     documents = {title: {key[:2]: value for key, value in values.items()} for title, values in found.items()}

@@ -21,14 +21,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench import records
 from evictbench.errors import UserError
+from evictbench.store import run_folder
+from evictbench.store.files import write_json
 
 if TYPE_CHECKING:
-    from evictbench.fidelity import DensePasses
-    from evictbench.plan import Kept, Plan
-    from evictbench.run import TextGenerator
-    from evictbench.settings import Settings
+    from evictbench.evaluation.plan import Kept, Plan
+    from evictbench.evaluation.run import TextGenerator
+    from evictbench.evaluation.settings import Settings
+    from evictbench.generation.fidelity import DensePasses
 
 RUNS = Path("results/runs/exact")
 BASELINE = Path("results/reference/exact")
@@ -76,7 +77,7 @@ def write_texts(folder: Path) -> Path:
 
 def fidelity(policy: str, texts: Path, out: Path, weights: str | None = None) -> Settings:
     """A policy on the texts. weights: of a learned policy that does not bring its own."""
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
 
     return Settings(
         suite="fidelity",
@@ -93,7 +94,7 @@ def fidelity(policy: str, texts: Path, out: Path, weights: str | None = None) ->
 
 def ruler(policy: str, out: Path) -> Settings:
     """A policy on RULER prompts."""
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
 
     return Settings(
         suite="ruler",
@@ -136,8 +137,8 @@ class Runner:
 
     def run(self, settings: Settings) -> Path:
         """Run a cell anew; its folder. What is there from before was made by other code, and is removed."""
-        from evictbench.plan import make_plan
-        from evictbench.run import run_plan
+        from evictbench.evaluation.plan import make_plan
+        from evictbench.evaluation.run import run_plan
 
         plan = make_plan(settings, kept=self._kept)
         if plan.folder.exists():
@@ -146,7 +147,7 @@ class Runner:
         return plan.folder
 
     def _generator(self, plan: Plan) -> tuple[TextGenerator, str]:
-        from evictbench.run import load_generator
+        from evictbench.evaluation.run import load_generator
 
         generator, device = load_generator(plan, self._load)
         comparison = getattr(generator, "comparison", None)
@@ -155,7 +156,7 @@ class Runner:
         return generator, device
 
     def _load(self, plan: Plan) -> Any:
-        from evictbench.run import load_model
+        from evictbench.evaluation.run import load_model
 
         if self._model is None:
             self._model = load_model(plan)
@@ -166,18 +167,18 @@ def keep(folders: Iterable[Path], runs: Path, baseline: Path) -> None:
     """Copy runs into a baseline in the place of earlier ones, without what only says where they were made."""
     for folder in folders:
         to = baseline / folder.relative_to(runs)
-        run = records.read_run(folder)
-        before = [file.parent for file in to.parent.glob(f"*/{records.RUN}")]
+        run = run_folder.read_run(folder)
+        before = [file.parent for file in to.parent.glob(f"*/{run_folder.RUN}")]
         for other in before:
-            if _cell(records.read_run(other)) == _cell(run):
+            if _cell(run_folder.read_run(other)) == _cell(run):
                 shutil.rmtree(other)
         to.mkdir(parents=True)
-        records.write_json(to / records.RUN, {**run, "sessions": run["sessions"][-1:]})
-        samples = records.read_samples(folder)
+        write_json(to / run_folder.RUN, {**run, "sessions": run["sessions"][-1:]})
+        samples = run_folder.read_samples(folder)
         lines = [json.dumps(_without(samples[key]), ensure_ascii=False) for key in sorted(samples)]
-        (to / records.SAMPLES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        summary = json.loads((folder / records.SUMMARY).read_text(encoding="utf-8"))
-        records.write_json(to / records.SUMMARY, {**_without(summary), "folder": to.name})
+        (to / run_folder.SAMPLES).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        summary = json.loads((folder / run_folder.SUMMARY).read_text(encoding="utf-8"))
+        write_json(to / run_folder.SUMMARY, {**_without(summary), "folder": to.name})
 
 
 def _cell(run: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -228,7 +229,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    from evictbench.console import quieten
+    from evictbench.terminal.console import quieten
 
     quieten()
     raise SystemExit(main())

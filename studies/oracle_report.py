@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
     from studies.oracle_study import Line
 
 SHOWN = {"ruler": "score", "fidelity": "kl"}
@@ -73,7 +73,7 @@ def draw(lines: Sequence[Line], folder: Path) -> None:
 
 def report(lines: Sequence[Line], runs: Sequence[Settings], model: str) -> str:
     """README.md: what was asked, what was run, the numbers."""
-    from evictbench import environment
+    from evictbench.store import environment
 
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
     text = [

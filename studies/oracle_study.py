@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
     from studies.cells import Cell
 
 POLICIES = "full,oracle:label=mean,oracle:label=max"
@@ -81,7 +81,7 @@ def _study(options: argparse.Namespace) -> int:
 
 
 def _workloads(options: argparse.Namespace) -> list[Settings]:
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
 
     shared: dict[str, Any] = {
         "policy": "full",
@@ -107,7 +107,7 @@ def _workloads(options: argparse.Namespace) -> list[Settings]:
 
 def summarise(cells: Sequence[Cell]) -> list[Line]:
     """A line for every cell, task and metric."""
-    from evictbench.stats import mean_interval, spread_interval
+    from evictbench.stats.intervals import mean_interval, spread_interval
 
     lines = []
     for cell in cells:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.plan import Plan
+    from evictbench.evaluation.plan import Plan
 
 POLICIES = (
     *("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "oracle:label=mean", "oracle:label=max"),
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reference(options: argparse.Namespace) -> int:
+    from evictbench.evaluation.settings import Settings
     from evictbench.registry import split_policies
-    from evictbench.settings import Settings
     from studies.cells import plan_cells, run_cells
 
     def say(text: str) -> None:
@@ -122,13 +122,14 @@ def begin_from_published(plan: Plan, root: Path) -> bool:
 
 def publish(plan: Plan, root: Path) -> int:
     """Copy a cell's finished samples that were asked for, without text; how many there are."""
-    from evictbench import records
-    from evictbench.summary import summarise
+    from evictbench.store import run_folder
+    from evictbench.store.files import write_json
+    from evictbench.store.summary import summarise
 
     if not plan.folder.exists():
         return 0
     asked = {planned.key for planned in plan.prompts}
-    found = records.read_samples(plan.folder)
+    found = run_folder.read_samples(plan.folder)
     lines = [
         {name: value for name, value in found[key].items() if name not in TEXT} for key in sorted(found) if key in asked
     ]
@@ -136,10 +137,10 @@ def publish(plan: Plan, root: Path) -> int:
         return 0
     folder = root / plan.folder.relative_to(plan.settings.out)
     folder.mkdir(parents=True, exist_ok=True)
-    records.write_json(folder / records.RUN, records.read_run(plan.folder))
-    summary = {"fingerprint": records.read_run(plan.folder)["fingerprint"], "identity": plan.identity}
-    records.write_json(folder / records.SUMMARY, summary | summarise(lines, plan.asked))
-    with (folder / records.SAMPLES).open("w", encoding="utf-8", newline="\n") as file:
+    write_json(folder / run_folder.RUN, run_folder.read_run(plan.folder))
+    summary = {"fingerprint": run_folder.read_run(plan.folder)["fingerprint"], "identity": plan.identity}
+    write_json(folder / run_folder.SUMMARY, summary | summarise(lines, plan.asked))
+    with (folder / run_folder.SAMPLES).open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     return len(lines)
 

@@ -2,7 +2,7 @@
 
 From the published runs: the tables of FOLDER/README.md between its two marks, a short one of the README at the root
 likewise, and FOLDER/budget_score.png. Only documents that every cell of a suite has are counted; differences are paired
-by document, p is the sign-flip test's (`evictbench.paired`), by Holm's method over the rows of a table.
+by document, p is the sign-flip test's (`evictbench.stats.paired`), by Holm's method over the rows of a table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from studies.reference import BUDGETS, FOLDER
 if TYPE_CHECKING:
     import pandas as pd
 
-    from evictbench.paired import Documents
+    from evictbench.stats.paired import Documents
 
 BASE = "h2o"
 """What every row is set beside."""
@@ -60,8 +60,8 @@ def between(page: Path, text: str) -> None:
 
 def summary(folder: Path) -> Iterator[str]:
     """One row a policy, the best at the larger budget first: its means in every suite and at every budget."""
-    from evictbench.results_frame import read_results
-    from evictbench.stats import mean_of_tasks
+    from evictbench.stats.intervals import mean_of_tasks
+    from evictbench.store.frame import read_results
 
     samples = read_results(folder, text=False)
     columns: dict[str, dict[str, tuple[float, str]]] = {}
@@ -87,7 +87,7 @@ def summary(folder: Path) -> Iterator[str]:
 
 def lines(folder: Path) -> Iterator[str]:
     """The tables, in Markdown."""
-    from evictbench.results_frame import read_results
+    from evictbench.store.frame import read_results
 
     samples = read_results(folder, text=False)
     for suite, (column, times, form) in METRICS.items():
@@ -131,8 +131,8 @@ def by_task(values: Documents) -> dict[str, list[float]]:
 def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], times: float, form: str) -> Iterator[str]:
     """A row a policy: the entries that a decode query saw, its mean, each task's where there are several, and how far
     it is from BASE."""
-    from evictbench.paired import difference
-    from evictbench.stats import holm, mean_of_tasks, spread_interval
+    from evictbench.stats.intervals import holm, mean_of_tasks, spread_interval
+    from evictbench.stats.paired import difference
 
     rows = {policy: values for (policy, at), values in cells.items() if at in ("", budget)}
     entries = {policy: fmean(values.values()) for (policy, at), values in seen.items() if at in ("", budget)}
@@ -171,8 +171,9 @@ def _said(value: float, interval: tuple[float, float] | None, times: float, form
 
 def draw(folder: Path) -> None:
     """Budget against score, of RULER."""
-    from evictbench.plot import Request, drawings
-    from evictbench.plot_select import Filters
+    from evictbench.plot.figures_of import drawings
+    from evictbench.plot.request import Request
+    from evictbench.store.select import Filters
 
     request = Request(folder, filters=Filters(suite="ruler"), paired=True)
     for drawing in drawings(request, ["budget"], lambda sentence: print(f"warning: {sentence}", file=sys.stderr)):

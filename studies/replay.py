@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from evictbench.attention import attend
-from evictbench.feeding import Feeder, write_on
-from evictbench.foresight import Everything, Watch, watch_dense_run
+from evictbench.cache.attention import attend
+from evictbench.generation.dense_run import Everything, watch_dense_run
+from evictbench.generation.runner import Feeder, write_on
+from evictbench.policy.step import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.budget import Budget
-    from evictbench.cache import EvictionCache
-    from evictbench.fidelity import DensePasses
-    from evictbench.policy import Policy
+    from evictbench.cache.slots.cache import EvictionCache
+    from evictbench.generation.fidelity import DensePasses
+    from evictbench.policy.base import Policy
+    from evictbench.policy.budget import Budget
 
 FED = 8
 """Tokens at the end of a prompt that go through the model, so that there is something to predict from."""

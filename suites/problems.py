@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from evictbench.data import Dataset, Loaded, Record, Unavailable, load
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Dataset, Loaded, Record, Unavailable, load
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .boxed import prompt
 

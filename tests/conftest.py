@@ -94,7 +94,7 @@ def build(model_type: str, *, seed: int = 0, dtype: str = "float32", **settings:
 @pytest.fixture(scope="session")
 def smollm2() -> LoadedModel:
     """The bundled model and its tokenizer in float32 on the CPU, loaded once. Leave its attention as you found it."""
-    from evictbench import models
+    from evictbench.models import load
 
-    source = models.resolve("smollm2")
-    return LoadedModel(models.load_model(source, "cpu", "float32"), models.load_tokenizer(source))
+    source = load.resolve("smollm2")
+    return LoadedModel(load.load_model(source, "cpu", "float32"), load.load_tokenizer(source))

@@ -33,7 +33,8 @@ def main() -> None:
     """Measure, and write the card anew."""
     import torch
 
-    from evictbench import attention, models, weights
+    from evictbench.cache import attention
+    from evictbench.models import load, policy_weights
     from evictbench.policies.dms.calibration import measured
     from evictbench.policies.dms.gate import SeparateGate
 
@@ -42,11 +43,11 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="what the gate was trained on")
     parser.add_argument("--weights", type=Path, default=FOLDER)
     arguments = parser.parse_args()
-    source = models.resolve("smollm2")
-    tokenizer, model = models.load_tokenizer(source), models.load_model(source, "cpu", "float32")
+    source = load.resolve("smollm2")
+    tokenizer, model = load.load_tokenizer(source), load.load_model(source, "cpu", "float32")
     attention.use(model)
     model.requires_grad_(False)
-    known = weights.load(str(arguments.weights))
+    known = policy_weights.load(str(arguments.weights))
     card = dict(known.card)
     gate = SeparateGate(known.tensors["weight"].float(), known.tensors["bias"].float(), card["epsilon"])
     blocks = [torch.tensor([ids]) for ids in unseen(arguments.data_dir, arguments.texts, tokenizer)]
@@ -59,7 +60,7 @@ def main() -> None:
         "held_out_calibration": held_out,
     }
     policy, variant = card.pop("policy"), card.pop("variant")
-    weights.save(arguments.weights, policy, variant, known.tensors, card)
+    policy_weights.save(arguments.weights, policy, variant, known.tensors, card)
     print(json.dumps(card["calibration"]))
 
 

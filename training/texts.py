@@ -51,13 +51,13 @@ _NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (.+?)\.(?=\s
 
 def main() -> None:
     """Write the texts."""
-    from evictbench import models
+    from evictbench.models import load
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data-dir", type=Path, required=True, help="a folder with gsm8k/train.jsonl and ruler/essays")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    tokenizer = models.load_tokenizer(models.resolve("smollm2"))
+    tokenizer = load.load_tokenizer(load.resolve("smollm2"))
     essays = "\n".join(path.read_text() for path in sorted((arguments.data_dir / "ruler/essays").glob("*.txt")))
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, counts in SETS.items():
@@ -99,10 +99,10 @@ def needles(
     counts: Mapping[str, int], haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str
 ) -> Iterator[dict[str, str]]:
     """RULER needle prompts with other keys, their answers, and further questions about the other needles."""
+    from evictbench.evaluation.tasks import load_tasks
     from evictbench.registry import load_suite
-    from evictbench.suite import SuiteRequest
+    from evictbench.suite.spec import SuiteRequest
     from evictbench.suites.ruler import wordlists
-    from evictbench.tasks import load_tasks
 
     rng = random.Random(SEED)
     known = {word.lower() for word in wordlists.single()}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import GROUP_DIM, MemoryTensor, ModelShape, Phase, Policy, SlotTensor, Step
+from evictbench.policy.base import Phase, Policy
+from evictbench.policy.step import GROUP_DIM, MemoryTensor, ModelShape, SlotTensor, Step
 
 from .recipe import Recipe
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from evictbench.budget import Budget
-    from evictbench.learner import Learner, Training
-    from evictbench.weights import Weights
+    from evictbench.models.policy_weights import Weights
+    from evictbench.policy.budget import Budget
+    from evictbench.policy.learner import Learner, Training
 
     from .network import Ranker
 

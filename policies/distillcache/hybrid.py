@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from evictbench.errors import UserError
-from evictbench.policy import Step
+from evictbench.policy.step import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.budget import Budget
-    from evictbench.policy import ModelShape
+    from evictbench.policy.budget import Budget
+    from evictbench.policy.step import ModelShape
 
 ONE_IN = 5
 """One KV head in so many sees everything."""
@@ -53,7 +53,7 @@ def hide(step: Step, score: Tensor) -> None:
     """
     import torch
 
-    from evictbench.deadlines import rank_by_score
+    from evictbench.policy.deadlines import rank_by_score
 
     hidden, full = step.shared["hidden"][:, 0], step.shared["full"][:, 0]
     device = hidden.device

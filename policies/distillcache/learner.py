@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from evictbench import weights
-from evictbench.budget import PARTS, Budget
 from evictbench.errors import UserError
-from evictbench.learner import Learner, Training
+from evictbench.models import policy_weights
+from evictbench.policy.budget import PARTS, Budget
+from evictbench.policy.learner import Learner, Training
 
 from .network import Ranker
 from .recipe import Recipe
@@ -44,7 +44,7 @@ class RankerLearner(Learner):
         self.fresh = self.recipe.start is None
         self.began_with: dict[str, str] = {}
         if self.recipe.start is not None:
-            start = weights.load(self.recipe.start)
+            start = policy_weights.load(self.recipe.start)
             if start.card["policy"] != "distillcache" or set(start.tensors) != set(self.ranker.state_dict()):
                 raise UserError(f"{self.recipe.start} holds no ranker of distillcache to begin with.")
             self.ranker.load_state_dict({name: tensor.float() for name, tensor in start.tensors.items()})

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from evictbench.learner import Batch, Losses, Training
+from evictbench.policy.learner import Batch, Losses, Training
 
 from .learner import RankerLearner
 from .rollout import Choose, Decision, Episode, Moment, Reading, numbers_of
@@ -33,7 +33,7 @@ from .subset import conditional_poisson, gumbel_top, log_partition
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.budget import Budget
+    from evictbench.policy.budget import Budget
 
 ENTRIES_AT_ONCE = 2**18
 """Entries that are scored at a time; what the backward pass needs of the others is computed again."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from evictbench.feeding import Feeder
-from evictbench.rows import admit
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
 
 from . import DistillCache
 from .features import RECENT
@@ -23,9 +23,10 @@ from .features import RECENT
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.budget import Budget
-    from evictbench.cache import EvictionCache
-    from evictbench.policy import Phase, Step
+    from evictbench.cache.slots.cache import EvictionCache
+    from evictbench.policy.base import Phase
+    from evictbench.policy.budget import Budget
+    from evictbench.policy.step import Step
 
 Choose = Callable[["Moment"], Tensor]
 """A moment to the entries that stay, `[rows, slots]` bool, `size` in every row."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from evictbench.learner import Batch, Features, Losses
-from evictbench.train_order import seed_of
+from evictbench.policy.learner import Batch, Features, Losses
+from evictbench.train.plan import seed_of
 
 from .learner import RankerLearner
 from .rollout import Moment, Reading, later_attention, numbers_of

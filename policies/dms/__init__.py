@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Arriving, ModelShape, Policy
+from evictbench.policy.base import Policy
+from evictbench.policy.step import Arriving, ModelShape
 
 from .allotment import OFF, Calibration
 from .gate import BorrowedGate, SeparateGate
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from evictbench.learner import Learner, Training
-    from evictbench.taps import Tap
-    from evictbench.weights import Weights
+    from evictbench.models.policy_weights import Weights
+    from evictbench.policy.learner import Learner, Training
+    from evictbench.policy.step import Tap
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def governed(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tenso
     """
     import torch
 
-    from evictbench.pages import NEVER
+    from evictbench.cache.paged.pool import NEVER
 
     expires = torch.where(marks & (positions > sinks)[:, None], (positions + window)[:, None], NEVER).to(torch.int32)
     if positions.shape[1] == 1:

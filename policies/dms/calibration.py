@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from evictbench.imitation import before_head, distance
-from evictbench.student import Visible, attend_visible
-from evictbench.taps import tapped
+from evictbench.cache.hooks import tapped
+from evictbench.policy.learner import Visible
+from evictbench.train.distillation import before_head, distance
+from evictbench.train.sparse_attention import attend_visible
 
 from . import gate
 

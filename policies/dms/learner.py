@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evictbench.cache.hooks import tapped
 from evictbench.errors import UserError
-from evictbench.imitation import KEPT_TOKENS, before_head, distance, recomputed
-from evictbench.learner import Batch, Learner, Losses, Training
-from evictbench.student import Visible, attend_visible
-from evictbench.taps import tapped
+from evictbench.policy.learner import Batch, Learner, Losses, Training, Visible
+from evictbench.train.distillation import KEPT_TOKENS, before_head, distance, recomputed
+from evictbench.train.sparse_attention import attend_visible
 
 from . import gate
 from .recipe import Recipe
@@ -31,7 +31,7 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy import ModelShape
+    from evictbench.policy.step import ModelShape
 
 
 class DMSLearner(Learner):

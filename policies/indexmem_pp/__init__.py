@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Arriving, Division, ModelShape, Policy, Rivals, SlotTensor
+from evictbench.policy.base import Policy
+from evictbench.policy.step import Arriving, Division, ModelShape, Rivals, SlotTensor
 
 from .hub import RELEASED
 from .recipe import Recipe
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from evictbench.learner import Learner, Training
-    from evictbench.taps import Tap
-    from evictbench.weights import Weights
+    from evictbench.models.policy_weights import Weights
+    from evictbench.policy.learner import Learner, Training
+    from evictbench.policy.step import Tap
 
     from .scorer import Scorer
 

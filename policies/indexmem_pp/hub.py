@@ -19,7 +19,7 @@ from evictbench.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.policy import ModelShape
+    from evictbench.policy.step import ModelShape
 
 _LAYERED = {
     "indexer": re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)"),
@@ -61,7 +61,7 @@ _NAMED = 4
 
 
 class Released:
-    """How `evictbench.weights` reads such a checkpoint: the policy's attribute `foreign`."""
+    """How `evictbench.models.policy_weights` reads such a checkpoint: the policy's attribute `foreign`."""
 
     files: tuple[str, ...] = ("final.pt", "indexmem.pt")
 

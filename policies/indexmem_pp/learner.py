@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from evictbench.distil import check_head
+from evictbench.cache.hooks import tapped
 from evictbench.errors import UserError
-from evictbench.imitation import KEPT_TOKENS, before_head, distance, recomputed
-from evictbench.learner import Batch, Learner, Losses, Training
-from evictbench.taps import tapped
+from evictbench.policy.learner import Batch, Learner, Losses, Training
+from evictbench.train.distillation import KEPT_TOKENS, before_head, check_head, distance, recomputed
 
 from .gate import Gate, attend_gated
 from .recipe import Recipe
@@ -28,7 +27,7 @@ from .scorer import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy import ModelShape
+    from evictbench.policy.step import ModelShape
 
 
 class IndexMemLearner(Learner):

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from evictbench.deadlines import static_deadlines
-from evictbench.pages import NEVER
+from evictbench.cache.paged.pool import NEVER
+from evictbench.policy.deadlines import static_deadlines
 
 from .scorer import effective
 

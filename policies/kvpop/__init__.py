@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from evictbench.budget import PARTS
 from evictbench.errors import UserError
-from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import PARTS
+from evictbench.policy.step import Entering, MemoryTensor, ModelShape, SlotTensor, Step
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from evictbench.learner import Learner, Training
-    from evictbench.weights import Weights
+    from evictbench.models.policy_weights import Weights
+    from evictbench.policy.learner import Learner, Training
 
     from .scorers import MLPScorer
 
@@ -178,7 +179,7 @@ class KVpopMLP(_Ranked):
         """Of the new entries of neighbouring layers, `[rows, layers · kv_heads, new]`."""
         import torch
 
-        from evictbench.reindex import turn
+        from evictbench.cache.rope import turn
 
         from .ranking import priority
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evictbench.reindex import turn
+from evictbench.cache.rope import turn
 
 from . import mlstm
 from .ranking import priority
 from .scorers import by_head
 
 if TYPE_CHECKING:
-    from evictbench.policy import Step
+    from evictbench.policy.step import Step
 
     from .scorers import MLSTMScorer
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from evictbench.attention import use
-from evictbench.future import future_labels
-from evictbench.reindex import inverse_frequencies, rotate
+from evictbench.cache.attention import use
+from evictbench.cache.rope import inverse_frequencies, rotate
+from evictbench.policy.future_attention import future_labels
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evictbench.errors import UserError
-from evictbench.learner import Batch, Features, Learner, Losses, Training
-from evictbench.student import Visible
+from evictbench.policy.learner import Batch, Features, Learner, Losses, Training, Visible
 
 from . import scorers
 from .features import Recorder, record, unrotated
@@ -21,7 +20,7 @@ from .ranking import bounded_log_gamma, priority, sequence_deadlines
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy import ModelShape
+    from evictbench.policy.step import ModelShape
 
     from . import _Ranked
 

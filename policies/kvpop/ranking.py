@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evictbench.deadlines import NEVER
+from evictbench.policy.deadlines import NEVER
 
 GAMMA = (0.999, 0.999999)
 """What each KV head's decay stays between (arXiv 2607.05061 v2)."""

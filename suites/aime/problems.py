@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from evictbench.data import Dataset
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Dataset
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .. import problems
 from .grade import integer
@@ -52,7 +52,7 @@ DATASETS = {
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     from . import SUITE
 
     return problems.prepare(request, suite="aime", datasets=DATASETS, default=SUITE.tasks, gold=gold)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from evictbench.data import Dataset, Documents, Loaded, Record, Unavailable, load
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Dataset, Documents, Loaded, Record, Unavailable, load
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .prompts import Shots, shots
 from .tasks import COT, DIRECT, SUBJECTS
@@ -29,7 +29,7 @@ DATASETS = {subject: dataset(subject) for subject in SUBJECTS}
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     from . import SUITE
 
     names = tuple(dict.fromkeys(request.tasks or SUITE.protocols["default"].tasks))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from evictbench import environment
-from evictbench.fidelity import Comparison, Measured, Text
+from evictbench.generation.fidelity import Comparison, Measured, Text
+from evictbench.store import environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.generation import Request
-    from evictbench.plan import Plan
+    from evictbench.evaluation.plan import Plan
+    from evictbench.generation.generator import Request
 
 
 class Forced:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from evictbench.data import Documents, Record, Unavailable
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Documents, Record, Unavailable
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .fit import Encoder
 from .sources import Found, Room, gsm8k, longbench, ruler, text
@@ -26,7 +26,7 @@ SOURCES: dict[str, Callable[[SuiteRequest, Encoder, Room, int], Found]] = {
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     from . import SUITE
 
     context = request.context or SUITE.default_context or 0

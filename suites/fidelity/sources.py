@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from evictbench.data import Record, Unavailable, load
 from evictbench.errors import UserError
-from evictbench.suite import SuiteRequest
+from evictbench.suite.datasets import Record, Unavailable, load
+from evictbench.suite.spec import SuiteRequest
 
 from .fit import Encoder, Words
 
@@ -113,7 +113,7 @@ def longbench(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -
 
 def ruler(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Found:
     """A RULER prompt with its answer prefix, and the reference answers; tasks that fit the context take turns."""
-    from evictbench.tasks import load_tasks
+    from evictbench.evaluation.tasks import load_tasks
 
     from ..ruler import SUITE as suite
 

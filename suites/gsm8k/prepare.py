@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evictbench.data import Dataset, Documents, Record, load
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Dataset, Documents, Record, load
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from . import prompts
 from .numbers import number, spelled
@@ -35,7 +35,7 @@ PROMPTS: dict[str, Callable[[str], str]] = {
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     from . import SUITE
 
     names = tuple(dict.fromkeys(request.tasks or SUITE.protocols["default"].tasks))

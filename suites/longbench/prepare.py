@@ -7,9 +7,9 @@ import json
 from difflib import get_close_matches
 from typing import Any
 
-from evictbench import data
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite import datasets
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .cut import Cutter
 from .documents import Samples
@@ -19,11 +19,11 @@ from .templates import TEMPLATES
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     names = _names(request.tasks)
     if request.limit is not None and request.limit < 1:
         raise UserError(f"The number of samples must be at least 1, not {request.limit}.")
-    found: dict[str, data.Loaded] = {}
+    found: dict[str, datasets.Loaded] = {}
     samples: dict[str, Samples] = {}
     skipped: dict[str, str] = {}
     for name in names:
@@ -31,7 +31,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         try:
             if task.records not in found:
                 found[task.records] = _load(task, request)
-        except data.Unavailable as error:
+        except datasets.Unavailable as error:
             if request.tasks and request.named:
                 raise
             skipped[name] = str(error)
@@ -48,12 +48,12 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
     )
 
 
-def dataset(task: Task) -> data.Dataset:
+def dataset(task: Task) -> datasets.Dataset:
     """Where a task's records are found."""
     fields = ["input", "context", "answers", "length"]
     if task.metric == "classification":
         fields.append("all_classes")
-    return data.Dataset(
+    return datasets.Dataset(
         name=f"LongBench {task.records}",
         files=(f"{task.records}.jsonl", f"data/{task.records}.jsonl"),
         folder="longbench",
@@ -75,8 +75,8 @@ def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(asked)) if asked else PROTOCOLS["default"].tasks
 
 
-def _load(task: Task, request: SuiteRequest) -> data.Loaded:
-    loaded = data.load(dataset(task), request.data_dir)
+def _load(task: Task, request: SuiteRequest) -> datasets.Loaded:
+    loaded = datasets.load(dataset(task), request.data_dir)
     for number, record in enumerate(loaded.records, start=1):
         where = f"{loaded.origin}: record {number}"
         for field in ("input", "context"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from evictbench.data import Dataset
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Dataset
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .. import problems
 from .judge import version
@@ -31,7 +31,7 @@ DATASET = Dataset(
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the task ready; see evictbench.suite.Suite for what may be raised. Names the grader in the result's data."""
+    """Make the task ready, and name the grader in the result's data; errors as of `evictbench.suite.Suite`."""
     from . import SUITE
 
     return problems.prepare(

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import cached_property
 
 from evictbench.errors import UserError
-from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from . import haystack, hub, wordlists
 from .documents import Maker, Samples
@@ -25,7 +25,7 @@ _PROBES = 16  # drafts whose least haystack is measured to find a task's least l
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the tasks of a request ready; see evictbench.suite.Suite for what may be raised."""
+    """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     from . import SUITE
 
     names = _names(request.tasks)

@@ -9,12 +9,12 @@ from benchmarks.gpu_equality import VOCABULARY, small_model
 from benchmarks.random_entries import filled, positions, spread_lengths
 from benchmarks.random_policies import gate, policy_for
 from benchmarks.steps import Oldest
-from evictbench.budget import Budget
+from evictbench.cache.paged.pool import PAGE
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.pages import PAGE
-from evictbench.policy import ModelShape
-from evictbench.rows import admit
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 
 SEEN = 300
 SLOTS = ("full", "no policy", "streaming_llm", "tova", "h2o", "random", "kvpop", "kvpop_mlp", "distillcache")

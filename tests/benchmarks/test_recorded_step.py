@@ -10,10 +10,10 @@ from benchmarks.gpu_equality import VOCABULARY, small_model
 from benchmarks.random_policies import policy_for
 from benchmarks.recorded_step import WARM_STEPS, RecordedStep
 from benchmarks.steps import Oldest
-from evictbench.budget import Budget
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.rows import admit
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
+from evictbench.policy.budget import Budget
 
 STEPS = 8
 SLOTS = ("no policy", "streaming_llm", "tova", "h2o", "random", "kvpop", "kvpop_mlp", "distillcache")

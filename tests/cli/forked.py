@@ -58,7 +58,7 @@ def start(words, folder, before=lambda: None):
         os.chdir(folder)
         sys.argv = ["evictbench", *words]
         before()
-        from evictbench.cli import main
+        from evictbench.cli.app import main
 
         main()
     except SystemExit as ended:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from fake_plugins import make_model
 
-from evictbench import cli
+from evictbench.cli import app
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def main(monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["evictbench", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            app.main(words)
         return ended.value.code, *capsys.readouterr()
 
     return call
@@ -137,7 +137,7 @@ def test_weights_that_are_none_are_one_line_and_debug_shows_where(main, model, m
     words = list(map(str, ("run", *GOOD, "--model", model, "--limit", "1", "--debug")))
     monkeypatch.setattr(sys, "argv", ["evictbench", *words])
     with pytest.raises(Exception, match=r"\w") as raised:
-        cli.main(words)
+        app.main(words)
     assert not isinstance(raised.value, SystemExit)
 
 

@@ -10,7 +10,8 @@ import pytest
 from fake_plugins import make_model
 
 import evictbench
-from evictbench import cli, records
+from evictbench.cli import app
+from evictbench.store import run_folder
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def main(monkeypatch, tmp_path, capsys):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["evictbench", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            app.main(words)
         out, err = capsys.readouterr()
         assert ended.value.code == 0, err
         return out
@@ -37,7 +38,7 @@ def main(monkeypatch, tmp_path, capsys):
 def essence(folder):
     return {
         key: (line["prompt_hash"], line["tokens"], line["score"], line["text"])
-        for key, line in records.read_samples(folder).items()
+        for key, line in run_folder.read_samples(folder).items()
     }
 
 

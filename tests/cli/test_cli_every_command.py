@@ -10,7 +10,9 @@ from plot.plot_records import retention, steps, write_grid, write_trace
 from sweep.doing import Here
 from typer.main import get_command
 
-from evictbench import cli, doctor, hub, sweep_command
+from evictbench import hub
+from evictbench.cli import app, doctor
+from evictbench.cli import sweep as sweep_command
 
 TOY = f"{Path(__file__).parent.parent / 'train' / 'toy.py'}:Toy"
 
@@ -45,7 +47,7 @@ def leaves(command, words=()):
         yield words, command
 
 
-COMMANDS = dict(leaves(get_command(cli.app)))
+COMMANDS = dict(leaves(get_command(app.app)))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,7 @@ def main(monkeypatch, capsys, tmp_path, model):
         words = line.replace("MODEL", str(model)).split()
         monkeypatch.setattr(sys, "argv", ["evictbench", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            app.main(words)
         return ended.value.code, *capsys.readouterr()
 
     return call
@@ -117,7 +119,7 @@ def check_words(words):
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_help_has_an_example_that_names_its_options(capsys, words):
     with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--help"])
+        app.main([*words, "--help"])
     assert ended.value.code == 0
     assert "Example: evictbench " in capsys.readouterr().out
     line = COMMANDS[words].epilog.removeprefix("Example: evictbench ").split()
@@ -132,7 +134,7 @@ def test_every_option_is_named_for_a_word_near_it(capsys, words):
     for option in options:
         wrong = option[:3] + option[4:]
         with pytest.raises(SystemExit) as ended:
-            cli.main([*words, wrong, "x"])
+            app.main([*words, wrong, "x"])
         out, err = capsys.readouterr()
         assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
         assert option in err.replace(wrong, "", 1)
@@ -142,4 +144,4 @@ def test_doctor_and_list_take_debug_as_all_others_do(monkeypatch):
     assert all("--debug" in {option for one in command.params for option in one.opts} for command in COMMANDS.values())
     monkeypatch.setattr(doctor, "report", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["doctor", "--debug"])
+        app.main(["doctor", "--debug"])

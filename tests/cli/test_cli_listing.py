@@ -49,7 +49,7 @@ def test_help_shows_a_real_example_and_imports_nothing_heavy(evictbench, words, 
 def test_every_option_of_a_run_is_in_its_help_and_in_its_settings(evictbench):
     from dataclasses import fields
 
-    from evictbench.settings import Settings
+    from evictbench.evaluation.settings import Settings
 
     done, _ = evictbench("run", "--help")
     for field in fields(Settings):
@@ -60,8 +60,8 @@ def test_the_defaults_of_the_command_line_are_those_of_the_settings():
     import inspect
     from dataclasses import MISSING, fields
 
-    from evictbench.cli import run
-    from evictbench.settings import Settings
+    from evictbench.cli.app import run
+    from evictbench.evaluation.settings import Settings
 
     given = inspect.signature(run).parameters
     for field in fields(Settings):
@@ -118,7 +118,7 @@ def test_a_table_in_a_pipe_has_no_colours_and_keeps_its_lines(evictbench):
 
 
 def test_doctor_says_what_to_do(monkeypatch, capsys):
-    from evictbench import cli, doctor
+    from evictbench.cli import app, doctor
 
     found = [
         doctor.Check("torch", "ok", "torch is here."),
@@ -126,7 +126,7 @@ def test_doctor_says_what_to_do(monkeypatch, capsys):
     ]
     monkeypatch.setattr(doctor, "report", lambda: found)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor"])
+        app.main(["doctor"])
     assert ended.value.code == 1
     out = capsys.readouterr().out
     assert "missing" in out
@@ -134,7 +134,7 @@ def test_doctor_says_what_to_do(monkeypatch, capsys):
     assert "Get one." in out
     monkeypatch.setattr(doctor, "report", lambda: found[:1])
     with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", "--json"])
+        app.main(["doctor", "--json"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)[0]["status"] == "ok"
 

@@ -8,10 +8,12 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from evictbench import cli, console, doctor, gate_show, plot_print
-from evictbench.gate import Finding
-from evictbench.progress import ProgressLine, Waiting
-from evictbench.sweep_table import SweepTable
+from evictbench.cli import app, doctor, gate, plot
+from evictbench.cli.progress import ProgressLine
+from evictbench.cli.sweep_output import SweepTable
+from evictbench.gate.finding import Finding
+from evictbench.terminal import console
+from evictbench.terminal.waiting import Waiting
 
 
 @pytest.fixture
@@ -21,7 +23,7 @@ def main(monkeypatch, capsys):
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["evictbench", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(list(words))
+            app.main(list(words))
         return ended.value.code, *capsys.readouterr()
 
     return call
@@ -103,7 +105,7 @@ def test_no_colours_in_a_pipe_nor_where_they_are_not_wanted(monkeypatch, variabl
 
 def test_the_numbers_of_a_figure_as_json_keep_their_digits_and_have_null_for_nothing():
     frame = pd.DataFrame({"panel": ["", ""], "budget": [1, 2], "score": [1 / 3, float("nan")], "none": [None, None]})
-    assert json.loads(plot_print.as_json([("budget", "Budget", frame)])) == [
+    assert json.loads(plot.json_of([("budget", "Budget", frame)])) == [
         {
             "name": "budget",
             "title": "Budget",
@@ -117,7 +119,7 @@ def test_a_quiet_gate_says_what_fails_and_the_verdict():
         numbers = dict.fromkeys(("here", "there", "difference", "low", "high", "p"))
         return Finding(status, f"h2o @ {status}", "ruler", "vt", "score", **numbers, samples=3, why="So.", fails=fails)
 
-    lines = gate_show.in_short([finding("passed", False), finding("failed", True)]).splitlines()
+    lines = gate.in_short([finding("passed", False), finding("failed", True)]).splitlines()
     assert lines == ["failed: h2o @ failed on ruler, vt, score: So.", "failed, 1 of 2 (1 passed, 1 failed)"]
 
 

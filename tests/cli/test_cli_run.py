@@ -14,7 +14,7 @@ import forked
 import pytest
 from fake_plugins import install_fake_generator, make_model
 
-from evictbench import records
+from evictbench.store import run_folder
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def folder_in(root):
 def essence(folder):
     return {
         key: (line["prompt_hash"], line["tokens"], line["score"], line["text"])
-        for key, line in records.read_samples(folder).items()
+        for key, line in run_folder.read_samples(folder).items()
     }
 
 

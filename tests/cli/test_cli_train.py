@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_plugins import make_model
 
-from evictbench import cli
+from evictbench.cli import app
 
 TOY = f"{Path(__file__).parent.parent / 'train' / 'toy.py'}:Toy"
 
@@ -28,7 +28,7 @@ def main(monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["evictbench", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            app.main(words)
         return ended.value.code, *capsys.readouterr()
 
     return call

@@ -19,10 +19,10 @@ def tiny(tmp_path_factory):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from evictbench import models
+    from evictbench.models import load
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = models.load_tokenizer(models.resolve("smollm2"))
+    tokenizer = load.load_tokenizer(load.resolve("smollm2"))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -88,7 +88,7 @@ def desk(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def results(tiny, tmp_path_factory):
     """Runs and a trace of the tiny model, as the commands that look at results expect them."""
-    from evictbench.cli import main
+    from evictbench.cli.app import main
 
     folder = tmp_path_factory.mktemp("results")
     furnish(folder)

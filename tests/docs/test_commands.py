@@ -26,7 +26,7 @@ EVERY = [command for page in PAGES for command in commands(page)]
 
 def options_of(words):
     """The parameters of a command by option, and the command's name."""
-    from evictbench.cli import app
+    from evictbench.cli.app import app
 
     command, rest = get_command(app), list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
@@ -59,7 +59,7 @@ def main(capsys):
     """The command in this process: exit code, stdout, stderr."""
 
     def main(words):
-        from evictbench.cli import main
+        from evictbench.cli.app import main
 
         with pytest.raises(SystemExit) as ended:
             main(list(words))
@@ -151,8 +151,8 @@ class Evictbench:
     def trace(self, words):
         words = list(words)
         if value_of(words, "--model", "").startswith("shape:") or any(name in " ".join(words) for name in LEARNED):
-            from evictbench.cli import app
-            from evictbench.trace_settings import Settings, check
+            from evictbench.cli.app import app
+            from evictbench.trace.settings import Settings, check
 
             context = get_command(app).commands["trace"].make_context("trace", words[1:])
             given = {k: v for k, v in context.params.items() if k in Settings.__dataclass_fields__}
@@ -206,7 +206,7 @@ def spoken():
 
 @pytest.mark.parametrize(("name", "words"), [pytest.param(*pair, id=pair[0]) for pair in spoken()])
 def test_commands_in_sentences_have_these_options(name, words):
-    from evictbench.cli import app
+    from evictbench.cli.app import app
 
     assert words[0] in get_command(app).commands
     check_options(words)

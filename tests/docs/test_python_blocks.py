@@ -67,8 +67,9 @@ def test_the_policy_guide_is_proved_and_plotted(tmp_path, tiny, run_here):
 
 
 def test_the_suite_guide_runs(tmp_path, tiny, monkeypatch, capsys):
-    from evictbench import records, registry
-    from evictbench.cli import main
+    from evictbench import registry
+    from evictbench.cli.app import main
+    from evictbench.store import run_folder
 
     written = files(FIRST_SUITE, tmp_path)
     assert [name.rpartition("/")[2] for name in written] == [
@@ -98,7 +99,7 @@ def test_the_suite_guide_runs(tmp_path, tiny, monkeypatch, capsys):
             output = capsys.readouterr()
             assert not ended.value.code, output.err
             assert "rooms" in output.out
-        runs = [records.read_run(path.parent) for path in (tmp_path / "results/runs").rglob("run.json")]
+        runs = [run_folder.read_run(path.parent) for path in (tmp_path / "results/runs").rglob("run.json")]
         assert {run["identity"]["protocol"]["question"] for run in runs} == {"seen", "unseen"}
         from rooms.documents import grade, make
 

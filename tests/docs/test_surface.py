@@ -12,14 +12,14 @@ import evictbench
 TOP = {"__version__", "results"}
 
 SURFACE = {
-    "evictbench.data": {"Documents"},
-    "evictbench.cache": {"EvictionCache"},
-    "evictbench.models": {"load_model", "resolve", "weights_hash"},
-    "evictbench.policy": {"ModelShape", "Policy", "Step"},
+    "evictbench.suite.datasets": {"Documents"},
+    "evictbench.cache.slots.cache": {"EvictionCache"},
+    "evictbench.models.load": {"load_model", "resolve", "weights_hash"},
+    "evictbench.policy.base": {"ModelShape", "Policy", "Step"},
     "evictbench.registry": {"parse_policy"},
-    "evictbench.results_frame": {"COLUMNS", "cells"},
-    "evictbench.suite": {"PreparedSuite", "Protocol", "Suite", "SuiteRequest"},
-    "evictbench.weights": {"equip"},
+    "evictbench.store.frame": {"COLUMNS", "cells"},
+    "evictbench.suite.spec": {"PreparedSuite", "Protocol", "Suite", "SuiteRequest"},
+    "evictbench.models.policy_weights": {"equip"},
 }
 """By module: what the pages use of it."""
 

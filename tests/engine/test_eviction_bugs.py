@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench import attention
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache import attention
+from evictbench.cache.kernels import attend_and_observe
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.generation import Generator, Request
-from evictbench.kernels import attend_and_observe
+from evictbench.generation.generator import Generator, Request
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy import Policy, Step, reduce_group
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import Step, reduce_group
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine

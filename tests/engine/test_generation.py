@@ -9,18 +9,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench import generation
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.generation import Completion, Generator, Request
+from evictbench.generation.generator import Completion, Generator, Request
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy import Policy
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine
@@ -201,7 +200,7 @@ def sleepy(ours: Generator, prefill: float, decode: float) -> None:
 def test_d1_d3_prefill_first_token_and_decode_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fake clock that only sleeping moves, each second lands in the right column."""
     now = [0.0]
-    monkeypatch.setattr(generation.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     ours = generator(StreamingLLM(), "24", chunk=100, batch_size=2)
     sleepy(ours, prefill=5.0, decode=0.5)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
-from evictbench import attention
-from evictbench.cache import EvictionCache
+from evictbench.cache import attention
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O

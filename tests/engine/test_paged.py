@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evictbench import paged_flex
-from evictbench.paged_attention import attend_chunk, attend_one
-from evictbench.pages import NEVER, PAGE, SPARE, PagePool
+from evictbench.cache.paged import attention
+from evictbench.cache.paged.attention import attend_chunk, attend_one
+from evictbench.cache.paged.pool import NEVER, PAGE, SPARE, PagePool
 
 OWNERS, HEAD_DIM = 4, 8
 LIKE = torch.empty(0, HEAD_DIM, dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_flex_attention_over_pages_sees_the_same() -> None:
     pool.buffers["deadlines"].view(-1)[pool.table(3) * PAGE + 3] = 50
     query = torch.randn((2, 6, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     positions = torch.tensor([1000, 1000, 1000, 50], dtype=torch.int32)
-    found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
+    found = attention.attend_one(pool, query, positions, 0.5, compiled=False)
     torch.testing.assert_close(found, attend_one(pool, query, positions, 0.5), atol=1e-12, rtol=0)
     pool.take({1: 1, 2: 1})  # in place of tables made anew
     for owner, page in enumerate(pool.tables_on_device(4)[1].tolist()):
@@ -212,7 +212,7 @@ def test_flex_attention_over_pages_sees_the_same() -> None:
     pool.give_back({1: 3, 2: 1})
     pool.move_owners(2, 0, 2)
     query, positions = query[:1], positions[2:]
-    found = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
+    found = attention.attend_one(pool, query, positions, 0.5, compiled=False)
     torch.testing.assert_close(found, attend_one(pool, query, positions, 0.5), atol=1e-12, rtol=0)
 
 
@@ -234,13 +234,13 @@ def test_a_kernel_that_fails_or_differs_is_not_used() -> None:
 
     expected = attend_one(pool, query, positions, 0.5)
     for kernel, sentence in ((wrong, "it differs by 0.001"), (broken, r"it does not run \(RuntimeError\)")):
-        checked = paged_flex.Checked(kernel, attend_one)
+        checked = attention.Checked(kernel, attend_one)
         with pytest.warns(UserWarning, match=sentence):
             assert torch.equal(checked(pool, query, positions, 0.5), expected)
         calls.clear()
         assert torch.equal(checked(pool, query, positions, 0.5), expected)
         assert not calls
-    checked = paged_flex.Checked(right, attend_one)
+    checked = attention.Checked(right, attend_one)
     checked(pool, query, positions, 0.5)
     assert torch.equal(checked(pool, query, positions, 0.5), expected)
     assert calls == ["right", "right"]

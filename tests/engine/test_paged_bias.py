@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evictbench import paged_flex
-from evictbench.paged_attention import by_page
-from evictbench.paged_board import Board
-from evictbench.pages import NEVER, PagePool
-from evictbench.policy import SlotTensor
+from evictbench.cache.paged import attention
+from evictbench.cache.paged.attention import by_page
+from evictbench.cache.paged.pool import NEVER, PagePool
+from evictbench.cache.paged.stack import Board
+from evictbench.policy.step import SlotTensor
 
 HEAD_DIM = 8
 
@@ -65,7 +65,7 @@ def test_a_bias_is_part_of_the_logits(dtype: torch.dtype, together: bool) -> Non
         expected = (own @ keys.T * 0.5 + bias).softmax(-1) @ values
         torch.testing.assert_close(found.view(4, 3, HEAD_DIM)[owner].double(), expected, atol=tolerance, rtol=0)
     if dtype != torch.bfloat16:
-        flex = paged_flex.attend_one(pool, query, positions, 0.5, compiled=False)
+        flex = attention.attend_one(pool, query, positions, 0.5, compiled=False)
         torch.testing.assert_close(flex, found, atol=100 * tolerance, rtol=0)
 
 

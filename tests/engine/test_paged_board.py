@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_paged import HEAD_DIM, filled
 
-from evictbench import paged_board
-from evictbench.paged_attention import attend_one
-from evictbench.paged_board import Board
-from evictbench.pages import PagePool
+from evictbench.cache.paged import stack
+from evictbench.cache.paged.attention import attend_one
+from evictbench.cache.paged.pool import PagePool
+from evictbench.cache.paged.stack import Board
 
 
 def aging(lengths: list[int], seed: int) -> PagePool:
@@ -29,13 +29,13 @@ def pools() -> list[PagePool]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("few", [0, paged_board.FEW])
+@pytest.mark.parametrize("few", [0, stack.FEW])
 @pytest.mark.parametrize("owners", [2, 6])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_is_hidden_may_be_known_before(
     few: int, owners: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_board, "FEW", few)
+    monkeypatch.setattr(stack, "FEW", few)
     made = pools()
     positions, rows = torch.arange(100, 100 + 10 * owners, 10, dtype=torch.int32), owners // 2
     for pool in made:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_generation import generator, prompt
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from evictbench.generation import Request
+from evictbench.generation.generator import Request
+from evictbench.generation.sampling import choose, uniform
 from evictbench.policies.full import Full
-from evictbench.sampling import choose, uniform
-from evictbench.suite import Sampling
+from evictbench.suite.spec import Sampling
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
-from evictbench.generation import Generator, Request
-from evictbench.placement import Placement
-from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, Shares, SlotTensor, Step
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.slots.placement import Placement
+from evictbench.generation.generator import Generator, Request
+from evictbench.policy.base import Policy, Shares
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import Entering, MemoryTensor, ModelShape, SlotTensor, Step
 from twin import random_tokens, tiny_model
 
 pytestmark = pytest.mark.engine

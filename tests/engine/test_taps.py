@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from evictbench import attention
+from evictbench.cache import attention
+from evictbench.cache.hooks import tapped
 from evictbench.errors import UserError
-from evictbench.taps import TAPS, tapped
+from evictbench.policy.step import TAPS
 
 pytestmark = pytest.mark.engine
 

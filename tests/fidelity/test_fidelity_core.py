@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench import fidelity
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.fidelity import Comparison, Text, divergence, evaluate, summarise
+from evictbench.generation import fidelity
+from evictbench.generation.fidelity import Comparison, Text, divergence, evaluate, summarise
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy import Policy
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
 from twin import tiny_model
 
 POLICIES: list[Policy] = [

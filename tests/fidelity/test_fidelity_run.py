@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from evictbench import records
-from evictbench.run import run
-from evictbench.settings import Settings
+from evictbench.evaluation.run import run
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
 
 WORDS = (
     *("the", "river", "ran", "past", "seven", "quiet", "houses", "and", "under", "one", "old"),
@@ -43,7 +43,7 @@ def measured(tmp_path: Path) -> Any:
             out=tmp_path / "runs",
         )
         outcome = run(settings, Quiet())
-        found = records.read_samples(outcome.plan.folder)
+        found = run_folder.read_samples(outcome.plan.folder)
         return outcome, sorted(found.values(), key=lambda line: line["doc_id"])
 
     return measure

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from evictbench import tasks
 from evictbench.errors import UserError
-from evictbench.suite import SuiteRequest
+from evictbench.evaluation import tasks
+from evictbench.suite.spec import SuiteRequest
 from evictbench.suites.fidelity import SUITE
 
 WORDS = (
@@ -24,9 +24,9 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from evictbench import models
+    from evictbench.models import load
 
-    return models.load_tokenizer(models.resolve("smollm2"))
+    return load.load_tokenizer(load.resolve("smollm2"))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evictbench import cli
+from evictbench.cli import app
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def gate(capsys):
 
     def call(*words):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["gate", *map(str, words)])
+            app.main(["gate", *map(str, words)])
         out, err = capsys.readouterr()
         return ended.value.code, out, err
 

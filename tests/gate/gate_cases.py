@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from plot.plot_records import right, sample, steps, write_run, write_trace
 
-from evictbench.gate_cells import Cell, Pair
+from evictbench.gate.cells import Cell, Pair
 
 __all__ = ["fidelity_lines", "pair", "right", "right_wrong", "sample", "scaled", "steps", "write_run", "write_trace"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 from plot.plot_records import sample, write_run
 
-from evictbench.published_entry import OPTIONAL, Published
+from evictbench.store.published_number import OPTIONAL, Published
 
 PAPER = {
     "paper": "2601.00001",

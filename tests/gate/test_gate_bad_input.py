@@ -78,7 +78,7 @@ def test_a_baseline_that_is_the_runs_themselves(gate, tmp_path):
 
 
 def test_a_published_file_with_a_missing_field(gate, tmp_path, monkeypatch):
-    from evictbench import published
+    from evictbench.store import published
 
     whole = published.read_published
     folder = tmp_path / "published"

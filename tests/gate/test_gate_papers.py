@@ -7,7 +7,7 @@ import pytest
 from gate.gate_cases import right, write_run
 from gate.published_cases import answers, published, write_pair
 
-from evictbench import published as module
+from evictbench.store import published as module
 
 
 @pytest.fixture

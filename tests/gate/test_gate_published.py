@@ -7,11 +7,13 @@ import pytest
 from gate.published_cases import answers, published, write_pair
 from plot.plot_records import sample, write_run
 
-from evictbench import gate_match, gate_published, records
 from evictbench.errors import UserError
-from evictbench.gate_published import _judged, _range, _Row, against_published
-from evictbench.gate_retention import Retention
-from evictbench.stats import holm
+from evictbench.gate import match
+from evictbench.gate import published as gate_published
+from evictbench.gate.published import _judged, _range, _Row, against_published
+from evictbench.gate.retention import Retention
+from evictbench.stats.intervals import holm
+from evictbench.store import run_folder
 
 
 @pytest.fixture
@@ -229,7 +231,7 @@ def test_a_mean_is_over_the_tasks_of_the_suite(tmp_path):
 def test_a_mean_of_a_suite_that_is_not_installed_is_over_what_was_run(tmp_path):
     for name, skewed in (("even", False), ("skewed", True)):
         mean_runs(tmp_path / name, ("a", "b"), skewed)
-        for file in (tmp_path / name).rglob(records.RUN):
+        for file in (tmp_path / name).rglob(run_folder.RUN):
             run = json.loads(file.read_text())
             run["identity"]["suite"] = "theirs"
             file.write_text(json.dumps(run))
@@ -241,10 +243,10 @@ def test_a_mean_of_a_suite_that_is_not_installed_is_over_what_was_run(tmp_path):
 
 def test_a_papers_own_preset_names_the_tasks_of_its_mean():
     entry = published(title="DistillCache: a title", paper="2608.08878", suite="longbench", task="mean")
-    tasks = gate_match._preset(entry)
+    tasks = match._preset(entry)
     assert "hotpotqa_rouge" in tasks
     assert "hotpotqa" not in tasks
-    assert "hotpotqa" in gate_match._preset(published(suite="longbench", task="mean"))
+    assert "hotpotqa" in match._preset(published(suite="longbench", task="mean"))
 
 
 def test_a_printed_number_is_a_range():
@@ -289,7 +291,7 @@ def rows(draw, kept, count=150, full=0.8, there=0.9):
         arm, base = answers(draw, count, full, truth)
         here = Retention((tuple(zip(arm.tolist(), base.tolist(), strict=True)),))
         run = {"policy": "h2o", "budget": "64"}
-        found.append(_Row(gate_match.Arm(run, 0, {}, None), [published()], here, there, there, there, 0.0))
+        found.append(_Row(match.Arm(run, 0, {}, None), [published()], here, there, there, there, 0.0))
     return found
 
 

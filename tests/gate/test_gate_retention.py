@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evictbench.gate_retention import Retention, retention
+from evictbench.gate.retention import Retention, retention
 
 DESIGNS = [  # documents of a task, tasks, the full cache's score, true retention, P(right | full cache wrong)
     (20, 1, 0.9, 0.95, 0.1),

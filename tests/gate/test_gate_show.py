@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from gate.gate_cases import right, steps, write_run, write_trace
 
+from evictbench.cli.gate import as_junit, as_markdown, as_table, json_of, verdict
 from evictbench.errors import UserError
-from evictbench.gate import Finding, Request, findings
-from evictbench.gate_show import as_json, as_junit, as_markdown, as_table, verdict
+from evictbench.gate.ask import findings
+from evictbench.gate.finding import Finding, Request
 
 
 def finding(status, fails=False, **changes):
@@ -43,7 +44,7 @@ def test_the_table_has_a_row_for_each_and_a_sentence_for_what_is_not_passed():
 
 
 def test_json_has_every_field():
-    whole = json.loads(as_json([finding("passed"), finding("warning")]))
+    whole = json.loads(json_of([finding("passed"), finding("warning")]))
     assert whole["passed"] is True
     assert whole["findings"][0] == vars(finding("passed"))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from gate.gate_cases import pair, right_wrong, scaled
 
-from evictbench.gate_baseline import against_baseline, smallest_found
-from evictbench.gate_settings import COST_LEVEL, POWER, SCORE_LEVEL, TOLERANCE
-from evictbench.paired import difference
+from evictbench.gate.baseline import against_baseline, smallest_found
+from evictbench.gate.tolerances import COST_LEVEL, POWER, SCORE_LEVEL, TOLERANCE
+from evictbench.stats.paired import difference
 
 GATES = 150
 KINDS = pytest.mark.parametrize("kind", [right_wrong, scaled])

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from evictbench import records, registry
+from evictbench import registry
 from evictbench.policies import dms
+from evictbench.store import run_folder
 from studies import exact
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 
 def of_the_right_one(right: str) -> Path:
     folders = (BASELINE / "fidelity" / "smollm2").iterdir()
-    (found,) = (folder for folder in folders if records.read_run(folder)["identity"]["policy"]["label"] == right)
+    (found,) = (folder for folder in folders if run_folder.read_run(folder)["identity"]["policy"]["label"] == right)
     return found
 
 
@@ -84,5 +85,5 @@ def test_every_policy_has_a_baseline() -> None:
     assert {policy.partition(":")[0] for policy in exact.POLICIES} == ours
     for suite in ("fidelity", "ruler"):
         folders = (BASELINE / suite / "smollm2").iterdir()
-        labels = [records.read_run(folder)["identity"]["policy"]["label"] for folder in folders]
+        labels = [run_folder.read_run(folder)["identity"]["policy"]["label"] for folder in folders]
         assert sorted(labels) == sorted(exact.POLICIES)

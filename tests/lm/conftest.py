@@ -22,10 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from evictbench import models
+    from evictbench.models import load
 
     path = tmp_path_factory.mktemp("tiny")
-    tokenizer = models.load_tokenizer(models.resolve("smollm2"))
+    tokenizer = load.load_tokenizer(load.resolve("smollm2"))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

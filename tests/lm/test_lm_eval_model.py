@@ -12,14 +12,14 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 
-from evictbench.cache import EvictionCache
-from evictbench.choices import Choice, ChoiceScorer
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.lm import EvictBenchLM
-from evictbench.lm_settings import generation_settings
+from evictbench.generation.loglikelihood import Choice, ChoiceScorer
+from evictbench.generation.runner import Feeder
+from evictbench.harness.arguments import generation_settings
+from evictbench.harness.model import EvictBenchLM
 from evictbench.policies.tova import TOVA
-from evictbench.suite import GREEDY, Sampling
+from evictbench.suite.spec import GREEDY, Sampling
 
 TASKS = ["tiny_gen", "tiny_choice"]
 
@@ -246,7 +246,15 @@ def test_sampled_answers_repeat_and_differ(folder: Path) -> None:
 
 def test_command_line(folder: Path, task_folder: Path) -> None:
     """lm-eval's own command line finds the model; bad input is one line and exit code 2."""
-    words = [sys.executable, "-m", "evictbench.harness", "--model", "evictbench", "--include_path", str(task_folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "evictbench.harness.cli",
+        "--model",
+        "evictbench",
+        "--include_path",
+        str(task_folder),
+    ]
     words += ["--tasks", str(task_folder / "tiny_choice.yaml")]
     good = [*words, "--model_args", f"pretrained={folder},policy=snapkv:window=8;kernel=3,budget=24"]
     done = subprocess.run(good, capture_output=True, text=True, timeout=240, check=False)

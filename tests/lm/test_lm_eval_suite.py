@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from lm_eval import simple_evaluate
 
-from evictbench import records
 from evictbench.errors import UserError
-from evictbench.lm import EvictBenchLM, suite_for
-from evictbench.run import run
-from evictbench.settings import Settings
+from evictbench.evaluation.run import run
+from evictbench.evaluation.settings import Settings
+from evictbench.harness.model import EvictBenchLM, suite_for
+from evictbench.store import run_folder
 
 
 class Quiet:
@@ -37,7 +37,7 @@ def lines(folder: Path, task: Path, out: Path, **settings: Any) -> tuple[list[di
         }
     )
     outcome = run(given, Quiet())
-    found = records.read_samples(outcome.plan.folder)
+    found = run_folder.read_samples(outcome.plan.folder)
     return sorted(found.values(), key=lambda line: line["doc_id"]), outcome
 
 

@@ -21,7 +21,7 @@ class Conversion(NamedTuple):
 def conversion(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """The bundled model in a cache of its own, and (exit code, stdout, stderr) of the two that converted it."""
     cache = tmp_path_factory.mktemp("cache")
-    command = [sys.executable, "-m", "evictbench.bundled"]
+    command = [sys.executable, "-m", "evictbench.models.bundled"]
     environment = os.environ | {"EVICTBENCH_CACHE": str(cache)}
     both = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

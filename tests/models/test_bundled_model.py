@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evictbench import bundled, models
 from evictbench.errors import UserError
+from evictbench.models import bundled, load
 
 pytestmark = pytest.mark.engine
 
-SMOLLM2 = models.Source("smollm2", "bundled")
+SMOLLM2 = load.Source("smollm2", "bundled")
 
 
 def test_two_processes_at_once_make_one_good_folder(conversion):
@@ -94,7 +94,7 @@ def test_unwritable_cache_is_a_sentence(tmp_path, monkeypatch):
 
 
 def test_digits_stand_alone_before_the_byte_level_split(converted):
-    tokenizer = models.load_tokenizer(SMOLLM2)
+    tokenizer = load.load_tokenizer(SMOLLM2)
     assert tokenizer.encode("\n\n3") == [1116, 35]
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("in 2024, 100")) == [
         *["in", "Ġ", "2", "0", "2", "4", ","],
@@ -113,19 +113,19 @@ def test_digits_stand_alone_before_the_byte_level_split(converted):
     ],
 )
 def test_text_survives_encoding(converted, text):
-    tokenizer = models.load_tokenizer(SMOLLM2)
+    tokenizer = load.load_tokenizer(SMOLLM2)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_exactly_the_control_tokens_are_special(converted):
-    tokenizer = models.load_tokenizer(SMOLLM2)
+    tokenizer = load.load_tokenizer(SMOLLM2)
     assert len(tokenizer) == 49_152
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     assert special == set(range(17))
 
 
 def test_special_tokens_and_chat_template(converted):
-    tokenizer = models.load_tokenizer(SMOLLM2)
+    tokenizer = load.load_tokenizer(SMOLLM2)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) == (
         *("<|im_start|>", "<|im_end|>", "<|im_end|>"),
         "<|endoftext|>",
@@ -143,7 +143,7 @@ def test_special_tokens_and_chat_template(converted):
 
 
 def test_config_is_the_published_one(converted):
-    config = models.load_config(SMOLLM2)
+    config = load.load_config(SMOLLM2)
     wanted = {
         "model_type": "llama",
         "vocab_size": 49_152,
@@ -161,8 +161,8 @@ def test_config_is_the_published_one(converted):
     assert {name: getattr(config, name) for name in wanted} == wanted
     assert config.rope_parameters["rope_theta"] == 100_000
     assert config.rope_parameters["rope_type"] == "default"
-    assert models.context_window(config) == 8_192
-    models.check_supported(config)
+    assert load.context_window(config) == 8_192
+    load.check_supported(config)
 
 
 def test_weights_are_the_dequantised_values_bit_for_bit(converted):
@@ -208,8 +208,8 @@ def test_rotary_reordering_keeps_every_attention_score():
 def test_model_answers_and_stops(converted):
     import torch
 
-    model = models.load_model(SMOLLM2, "cpu", "float32")
-    tokenizer = models.load_tokenizer(SMOLLM2)
+    model = load.load_model(SMOLLM2, "cpu", "float32")
+    tokenizer = load.load_tokenizer(SMOLLM2)
     assert (model.dtype, model.training, model.generation_config.eos_token_id) == (torch.float32, False, 2)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -219,6 +219,6 @@ def test_model_answers_and_stops(converted):
 
 
 def test_hash_names_the_file_and_the_conversion():
-    assert models.weights_hash(SMOLLM2) == (
+    assert load.weights_hash(SMOLLM2) == (
         "gguf-sha256:b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53:v1"
     )

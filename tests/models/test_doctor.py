@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from evictbench import bundled, doctor, hub, registry
+from evictbench import hub, registry
+from evictbench.cli import doctor
+from evictbench.models import bundled
 
 
 @pytest.fixture(autouse=True)

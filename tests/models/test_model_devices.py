@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evictbench import devices
 from evictbench.errors import UserError
+from evictbench.models import devices
 
 pytestmark = pytest.mark.engine
 

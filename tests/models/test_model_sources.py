@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from evictbench import hub, models
+from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models import load
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +59,7 @@ def cached(hub_cache: Path, model: Path) -> Path:
     ],
 )
 def test_what_a_name_means(name, kind, repo, revision):
-    source = models.resolve(name)
+    source = load.resolve(name)
     assert (source.name, source.kind, source.repo, source.revision) == (name, kind, repo, revision)
 
 
@@ -78,22 +79,22 @@ def test_what_a_name_means(name, kind, repo, revision):
 def test_names_that_mean_nothing(name, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
-        models.resolve(name)
+        load.resolve(name)
     assert sentence in str(refused.value)
 
 
 def test_folder_without_a_model_and_a_file(tmp_path):
     with pytest.raises(UserError, match=r"it has no config\.json"):
-        models.resolve(str(tmp_path))
+        load.resolve(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="is a file; give the folder"):
-        models.resolve(str(tmp_path / "model.safetensors"))
+        load.resolve(str(tmp_path / "model.safetensors"))
 
 
 def test_local_folder_loads_with_the_weights_it_holds(local, tiny_llama):
     import torch
 
-    model = models.load_model(models.resolve(str(local)), "cpu", "float32")
+    model = load.load_model(load.resolve(str(local)), "cpu", "float32")
     assert not model.training
     for (name, saved), (_, loaded) in zip(tiny_llama().named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(saved, loaded), name
@@ -103,12 +104,12 @@ def test_local_folder_loads_with_the_weights_it_holds(local, tiny_llama):
 def test_dtype(local, dtype, wanted):
     import torch
 
-    assert models.load_model(models.resolve(str(local)), "cpu", dtype).dtype == getattr(torch, wanted)
+    assert load.load_model(load.resolve(str(local)), "cpu", dtype).dtype == getattr(torch, wanted)
 
 
 def test_unknown_dtype(local):
     with pytest.raises(UserError, match="'int4' is none of auto, float32, bfloat16, float16"):
-        models.load_model(models.resolve(str(local)), "cpu", "int4")
+        load.load_model(load.resolve(str(local)), "cpu", "int4")
 
 
 def test_weights_come_from_safetensors_only(local):
@@ -118,7 +119,7 @@ def test_weights_come_from_safetensors_only(local):
         file.unlink()
     torch.save({}, local / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"lacks model\.safetensors: weights are loaded from safetensors files only"):
-        models.load_model(models.resolve(str(local)), "cpu")
+        load.load_model(load.resolve(str(local)), "cpu")
 
 
 def test_missing_shard_and_missing_tensor_are_sentences(local):
@@ -129,21 +130,21 @@ def test_missing_shard_and_missing_tensor_are_sentences(local):
     dropped = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != dropped}, shard, {"format": "pt"})
     with pytest.raises(UserError, match=rf"incomplete: 1 tensors are missing, {dropped} first"):
-        models.load_model(models.resolve(str(local)), "cpu")
+        load.load_model(load.resolve(str(local)), "cpu")
     shard.unlink()
     with pytest.raises(UserError, match=f"lacks {shard.name}"):
-        models.load_model(models.resolve(str(local)), "cpu")
+        load.load_model(load.resolve(str(local)), "cpu")
 
 
 def test_torn_config_is_a_sentence(local):
     (local / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(UserError, match="cannot be loaded"):
-        models.load_config(models.resolve(str(local)))
+        load.load_config(load.resolve(str(local)))
 
 
 def test_folder_without_a_tokenizer_is_a_sentence(local):
     with pytest.raises(UserError, match=r"The model .* cannot be loaded"):
-        models.load_tokenizer(models.resolve(str(local)))
+        load.load_tokenizer(load.resolve(str(local)))
 
 
 def test_remote_code_runs_only_when_asked_for(tmp_path, monkeypatch):
@@ -160,11 +161,11 @@ def test_remote_code_runs_only_when_asked_for(tmp_path, monkeypatch):
         "class OddConfig(PretrainedConfig):\n"
         "    model_type = 'odd'\n"
     )
-    source = models.resolve(str(folder))
+    source = load.resolve(str(folder))
     with pytest.raises(UserError, match="say --trust-remote-code"):
-        models.load_config(source)
+        load.load_config(source)
     assert not (tmp_path / "ran").exists()
-    assert models.load_config(source, trust_remote_code=True).model_type == "odd"
+    assert load.load_config(source, trust_remote_code=True).model_type == "odd"
     assert (tmp_path / "ran").exists()
 
 
@@ -172,19 +173,19 @@ def test_hub_model_out_of_reach_is_a_sentence(hub_cache):
     with pytest.raises(
         UserError, match=r"own/tiny is neither a folder here nor in the local hub cache.*HF_HUB_OFFLINE"
     ):
-        models.load_config(models.resolve("own/tiny"))
+        load.load_config(load.resolve("own/tiny"))
 
 
 def test_hub_model_from_the_local_cache(hub_cache, local):
     snapshot = cached(hub_cache, local)
     for name in ("own/tiny", f"own/tiny@{COMMIT}"):
-        source = models.resolve(name)
-        assert models.load_config(source).model_type == "llama"
-        assert models.weights_hash(source) == f"commit:{COMMIT}"
-        assert models.load_model(source, "cpu").config.num_hidden_layers == 2
+        source = load.resolve(name)
+        assert load.load_config(source).model_type == "llama"
+        assert load.weights_hash(source) == f"commit:{COMMIT}"
+        assert load.load_model(source, "cpu").config.num_hidden_layers == 2
     max(snapshot.glob("*.safetensors")).unlink()
     with pytest.raises(UserError, match="The weights of own/tiny could not be fetched from the hub: HF_HUB_OFFLINE"):
-        models.load_model(models.resolve("own/tiny"), "cpu")
+        load.load_model(load.resolve("own/tiny"), "cpu")
 
 
 def test_only_the_small_files_and_the_named_weights_are_fetched(hub_cache, local, monkeypatch):
@@ -203,10 +204,10 @@ def test_only_the_small_files_and_the_named_weights_are_fetched(hub_cache, local
         file.unlink()
     monkeypatch.setattr(hub, "why_unreachable", lambda *_: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    source = models.resolve("own/tiny")
-    models.load_config(source)
+    source = load.resolve("own/tiny")
+    load.load_config(source)
     with pytest.raises(UserError):
-        models.load_model(source, "cpu")  # the stand-in brings nothing
+        load.load_model(source, "cpu")  # the stand-in brings nothing
     assert asked == [("own/tiny", None, hub.SMALL_FILES), ("own/tiny", COMMIT, names)]
     assert "*.py" not in hub.SMALL_FILES
 
@@ -225,29 +226,29 @@ def test_a_silent_network_is_given_up_on(monkeypatch):
 
 
 def test_local_hash_follows_the_bytes_and_not_the_place(local, tmp_path):
-    first = models.weights_hash(models.resolve(str(local)))
+    first = load.weights_hash(load.resolve(str(local)))
     shutil.copytree(local, tmp_path / "copy")
-    assert models.weights_hash(models.resolve(str(tmp_path / "copy"))) == first
+    assert load.weights_hash(load.resolve(str(tmp_path / "copy"))) == first
     shard = max((tmp_path / "copy").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert models.weights_hash(models.resolve(str(tmp_path / "copy"))) != first
+    assert load.weights_hash(load.resolve(str(tmp_path / "copy"))) != first
     config = json.loads((local / "config.json").read_text()) | {"rms_norm_eps": 1e-5}
     (local / "config.json").write_text(json.dumps(config))
-    assert models.weights_hash(models.resolve(str(local))) != first
+    assert load.weights_hash(load.resolve(str(local))) != first
 
 
 def test_unchanged_weights_are_not_read_twice(local, monkeypatch):
-    first = models.weights_hash(models.resolve(str(local)))
+    first = load.weights_hash(load.resolve(str(local)))
 
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(models.hashlib, "file_digest", fail)
-    assert models.weights_hash(models.resolve(str(local))) == first
+    monkeypatch.setattr(load.hashlib, "file_digest", fail)
+    assert load.weights_hash(load.resolve(str(local))) == first
 
 
 def test_every_listed_model_resolves():
-    for model in models.MODELS:
-        assert models.resolve(model.name).kind == model.kind
+    for model in load.MODELS:
+        assert load.resolve(model.name).kind == model.kind

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from evictbench.packed_linear import PackedLinear, pack_linears
+from evictbench.models.packed_linear import PackedLinear, pack_linears
 from twin.tiny import tiny_model
 
 MUCH = 2**40

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evictbench import models
 from evictbench.errors import UserError
+from evictbench.models import load
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def config_of(model_type: str, **settings: Any) -> Any:
     ],
 )
 def test_plain_attention_passes(model_type, settings):
-    models.check_supported(config_of(model_type, **settings))
+    load.check_supported(config_of(model_type, **settings))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_plain_attention_passes(model_type, settings):
 )
 def test_everything_else_is_refused_with_the_reason(model_type, settings, said):
     with pytest.raises(UserError) as refused:
-        models.check_supported(config_of(model_type, **settings))
+        load.check_supported(config_of(model_type, **settings))
     assert said in str(refused.value)
     assert f"({model_type.removesuffix('_text')}" in str(refused.value)
     assert len(str(refused.value)) < 400
@@ -113,10 +113,10 @@ def test_everything_else_is_refused_with_the_reason(model_type, settings, said):
 )
 def test_context_window_counts_rope_scaling(rope, window):
     config = config_of("llama", **SIZES, max_position_embeddings=32_768, rope_parameters=rope)
-    assert models.context_window(config) == window
+    assert load.context_window(config) == window
 
 
 def test_unsupported_model_is_refused_before_its_weights_are_read(tmp_path):
     config_of("gemma2", **SIZES).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="sliding-window attention"):
-        models.load_model(models.resolve(str(tmp_path)), "cpu")
+        load.load_model(load.resolve(str(tmp_path)), "cpu")

@@ -7,15 +7,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evictbench import records
-from evictbench.trace_schema import (
-    RETENTION,
-    RETENTION_FILE,
-    STEPS,
-    STEPS_FILE,
-    TRACE,
-    arrow_schema,
-)
+from evictbench.store import run_folder
+from evictbench.store.trace_files import RETENTION, RETENTION_FILE, STEPS, STEPS_FILE, TRACE, arrow_schema
 
 PROTOCOL = {
     "name": "default",
@@ -86,17 +79,19 @@ def write_run(root, samples, **what):
     """One cell of these samples; returns its folder."""
     whole = identity(**what)
     label = whole["policy"]["label"]
-    path = records.run_folder(root, whole["suite"], whole["model"], label, whole["budget"], records.fingerprint(whole))
+    path = run_folder.run_folder(
+        root, whole["suite"], whole["model"], label, whole["budget"], run_folder.fingerprint(whole)
+    )
     path.mkdir(parents=True)
     run = {
-        "results_version": records.RESULTS_VERSION,
-        "fingerprint": records.fingerprint(whole),
+        "results_version": run_folder.RESULTS_VERSION,
+        "fingerprint": run_folder.fingerprint(whole),
         "identity": whole,
         "sessions": [{}],
     }
-    (path / records.RUN).write_text(json.dumps(run))
+    (path / run_folder.RUN).write_text(json.dumps(run))
     lines = [json.dumps(line | {"session": 0}, ensure_ascii=False) + "\n" for line in samples]
-    (path / records.SAMPLES).write_bytes("".join(lines).encode(errors="surrogatepass"))
+    (path / run_folder.SAMPLES).write_bytes("".join(lines).encode(errors="surrogatepass"))
     return path
 
 

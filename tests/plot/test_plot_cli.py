@@ -10,15 +10,15 @@ import pytest
 from plot_records import retention, right, steps, write_grid, write_run, write_trace
 
 import evictbench
-from evictbench import cli
-from evictbench.plot_data import budget_points
+from evictbench.cli import app
+from evictbench.plot.data import budget_points
 
 
 @pytest.fixture
 def plot(capsys):
     def call(*words):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["plot", *map(str, words)])
+            app.main(["plot", *map(str, words)])
         out, err = capsys.readouterr()
         return ended.value.code, out, err
 

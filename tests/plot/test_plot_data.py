@@ -5,9 +5,9 @@ from plot_records import right, sample, write_run
 
 import evictbench
 from evictbench.errors import UserError
-from evictbench.plot_data import budget_points, error_modes, fidelity_points
-from evictbench.plot_select import check_one_protocol, choose, paired, uneven, whole_tasks
-from evictbench.stats import mean_interval, mean_of_means
+from evictbench.plot.data import budget_points, error_modes, fidelity_points
+from evictbench.stats.intervals import mean_interval, mean_of_means
+from evictbench.store.select import check_one_protocol, choose, paired, uneven, whole_tasks
 
 
 def read(root):

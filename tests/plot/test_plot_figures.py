@@ -7,10 +7,11 @@ import pytest
 from plot_records import right, sample, write_grid, write_run
 
 import evictbench
-from evictbench import plot_figures
-from evictbench.plot import Request, drawings
-from evictbench.plot_axes import SETTINGS
-from evictbench.plot_data import budget_points, error_modes, fidelity_points
+from evictbench.plot import figures
+from evictbench.plot.data import budget_points, error_modes, fidelity_points
+from evictbench.plot.figures_of import drawings
+from evictbench.plot.request import Request
+from evictbench.plot.style import SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +73,7 @@ def assert_nothing_touches(figure):
 def test_budget_lines_are_the_numbers(tmp_path):
     write_grid(tmp_path)
     frame = budget_points({"": evictbench.results(tmp_path)})
-    figure = plot_figures.against_budget(frame, "score", "title")
+    figure = figures.against_budget(frame, "score", "title")
     (axes,) = figure.axes
     found = lines(axes)
     assert set(found) == {"h2o", "tova", "random", "full"}
@@ -95,7 +96,7 @@ def test_budget_lines_are_the_numbers(tmp_path):
 def test_byte_lines_are_the_numbers(tmp_path):
     write_grid(tmp_path)
     frame = budget_points({"": evictbench.results(tmp_path)})
-    (axes,) = plot_figures.against_bytes(frame, "score", "title").axes
+    (axes,) = figures.against_bytes(frame, "score", "title").axes
     found = lines(axes)
     assert set(found) == {"h2o", "tova", "random", "full"}
     for policy, line in found.items():
@@ -112,7 +113,7 @@ def test_fidelity_lines_are_the_numbers(tmp_path):
         samples = [sample(doc, 0.9, metrics={"kl": scale * (1 + doc / 10), "ppl_ratio": 1 + scale}) for doc in range(4)]
         write_run(tmp_path, samples, suite="fidelity", budget=budget)
     frame = fidelity_points({"": evictbench.results(tmp_path)})
-    figure = plot_figures.against_budget(frame, "", "title")
+    figure = figures.against_budget(frame, "", "title")
     for axes, panel in zip(figure.axes, ("KL", "perplexity ratio"), strict=True):
         want = frame[frame["panel"] == panel].sort_values("entries")
         assert axes.get_title("left") == panel
@@ -125,10 +126,10 @@ def test_error_bars_are_the_numbers(tmp_path):
     write_run(tmp_path, [sample(0, 0.0, repetition=True), sample(1, 0.0, truncated=True), *right(4, 6)[2:]])
     write_run(tmp_path, right(3, 6), policy="tova", budget="32")
     frame = error_modes({"": evictbench.results(tmp_path)})
-    (axes,) = plot_figures.error_bars(frame, "title").axes
+    (axes,) = figures.error_bars(frame, "title").axes
     names = [label.get_text() for label in axes.get_yticklabels()]
     assert names == ["tova 32", "h2o 64"]
-    for container, (column, *_) in zip(axes.containers, plot_figures.MODES, strict=True):
+    for container, (column, *_) in zip(axes.containers, figures.MODES, strict=True):
         for name, bar in zip(names, container, strict=True):
             assert bar.get_width() == frame.set_index("policy").loc[name.split()[0], column]
     ends = [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
@@ -137,7 +138,7 @@ def test_error_bars_are_the_numbers(tmp_path):
 
 
 def test_names_and_ticks_do_not_touch_where_twelve_lines_end_together(tmp_path):
-    from evictbench.plot_palette import KNOWN
+    from evictbench.plot.style import KNOWN
 
     for policy in (*KNOWN, "kvpop:label=max,window=64", "of_another_package"):
         for budget in ("64", "66", "25%", "128", "4096"):
@@ -148,9 +149,9 @@ def test_names_and_ticks_do_not_touch_where_twelve_lines_end_together(tmp_path):
                 break
     frame = budget_points({"": evictbench.results(tmp_path)})
     for figure in (
-        plot_figures.against_budget(frame, "score", "ruler on tiny: niah, 9 samples"),
-        plot_figures.against_bytes(frame, "score", "ruler on tiny: niah, 9 samples"),
-        plot_figures.error_bars(error_modes({"": evictbench.results(tmp_path)}), "ruler on tiny: niah, 9 samples"),
+        figures.against_budget(frame, "score", "ruler on tiny: niah, 9 samples"),
+        figures.against_bytes(frame, "score", "ruler on tiny: niah, 9 samples"),
+        figures.error_bars(error_modes({"": evictbench.results(tmp_path)}), "ruler on tiny: niah, 9 samples"),
     ):
         assert_nothing_touches(figure)
 

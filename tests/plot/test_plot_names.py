@@ -8,10 +8,11 @@ import pytest
 from plot_records import retention, right, steps, write_run, write_trace
 from test_plot_figures import assert_nothing_touches
 
-from evictbench.plot import Request, drawings
-from evictbench.plot_axes import SETTINGS
-from evictbench.plot_command import plot_and_show
-from evictbench.plot_labels import LONGEST, short_names
+from evictbench.cli.plot import plot_and_show
+from evictbench.plot.figures_of import drawings
+from evictbench.plot.labels import LONGEST, short_names
+from evictbench.plot.request import Request
+from evictbench.plot.style import SETTINGS
 
 LONG = "h2o:" + ",".join(f"setting{number}=value{number}" for number in range(12))
 ALIKE = [LONG.replace("value5", f"value{number}") for number in (50, 51, 52)]

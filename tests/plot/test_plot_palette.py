@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evictbench import registry
-from evictbench.plot_labels import move_apart
-from evictbench.plot_palette import KNOWN, order, styles
+from evictbench.plot.labels import move_apart
+from evictbench.plot.style import KNOWN, order, styles
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0.
 SIGHT = {

@@ -7,13 +7,14 @@ import pytest
 from plot_records import retention, steps, write_trace
 from test_plot_figures import assert_nothing_touches, lines
 
-from evictbench import plot_trace_figures as figures
 from evictbench.errors import UserError
-from evictbench.plot import Request, drawings
-from evictbench.plot_axes import SETTINGS
-from evictbench.plot_select import Filters
-from evictbench.plot_trace import kept_points, latency_points, memory_points, retention_map
-from evictbench.trace_schema import RETENTION, STEPS, STEPS_FILE, TRACE, arrow_schema, read_trace
+from evictbench.plot import trace_figures as figures
+from evictbench.plot.figures_of import drawings
+from evictbench.plot.request import Request
+from evictbench.plot.style import SETTINGS
+from evictbench.plot.trace import kept_points, latency_points, memory_points, retention_map
+from evictbench.store.select import Filters
+from evictbench.store.trace_files import RETENTION, STEPS, STEPS_FILE, TRACE, arrow_schema, read_trace
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import pytest
 from plot_records import identity, right, sample, write_grid, write_run
 
 import evictbench
-from evictbench import records
 from evictbench.errors import UserError
-from evictbench.results_frame import COLUMNS, METRIC, RUN_COLUMNS, cells
-from evictbench.summary import summarise
+from evictbench.store import run_folder
+from evictbench.store.frame import COLUMNS, METRIC, RUN_COLUMNS, cells
+from evictbench.store.summary import summarise
 
 
 def test_every_sample_is_a_row_and_every_column_is_documented(tmp_path):
@@ -26,7 +26,7 @@ def test_every_sample_is_a_row_and_every_column_is_documented(tmp_path):
     assert frame.loc[frame["policy"] == "full", "budget"].isna().all()
     (row,) = frame[(frame["policy"] == "tova") & (frame["budget"] == "64") & (frame["doc_id"] == 3)].to_dict("records")
     assert (row["score"], row["text"], row["question"], row["cache_bytes"]) == (1.0, "it is 3", "unseen", 64000)
-    assert records.read_run(records.Path(row["folder"]))["fingerprint"] == row["fingerprint"]
+    assert run_folder.read_run(run_folder.Path(row["folder"]))["fingerprint"] == row["fingerprint"]
 
 
 def test_text_is_left_out_where_it_is_not_wanted(tmp_path):
@@ -58,7 +58,7 @@ def test_a_lone_surrogate_is_read(tmp_path):
 @pytest.mark.parametrize("tail", ['{"task": "niah", "doc', '{"task": "niah", "doc\n', "{}\n"])
 def test_a_torn_last_line_is_left_out(tmp_path, tail):
     path = write_run(tmp_path, right(2, 3))
-    with (path / records.SAMPLES).open("a") as file:
+    with (path / run_folder.SAMPLES).open("a") as file:
         file.write(tail)
     assert evictbench.results(tmp_path)["score"].tolist() == [1.0, 1.0, 0.0]
 
@@ -72,7 +72,7 @@ def test_a_copy_of_a_run_counts_once_and_hidden_folders_are_not_read(tmp_path):
     path = write_run(tmp_path, right(1, 2))
     shutil.copytree(path, tmp_path / "copy")
     shutil.copytree(path, path / ".shards" / "1-of-2")
-    (path / ".shards" / "1-of-2" / records.RUN).unlink()
+    (path / ".shards" / "1-of-2" / run_folder.RUN).unlink()
     frame = evictbench.results(tmp_path)
     assert len(frame) == 2
     assert len(cells(frame)) == 1
@@ -87,22 +87,22 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="No sample is finished yet"):
         evictbench.results(tmp_path)
     lines = [json.dumps(sample(number, 1.0)) for number in range(3)]
-    (path / records.SAMPLES).write_text("\n".join([lines[0], lines[1][:40], lines[2], ""]))
+    (path / run_folder.SAMPLES).write_text("\n".join([lines[0], lines[1][:40], lines[2], ""]))
     with pytest.raises(UserError, match=r"Line 2 of .*samples.jsonl is damaged"):
         evictbench.results(tmp_path)
-    (path / records.RUN).write_text('{"results_version": 1,')
+    (path / run_folder.RUN).write_text('{"results_version": 1,')
     with pytest.raises(UserError, match=r"run\.json is not the record of an evictbench run"):
         evictbench.results(tmp_path)
-    (path / records.RUN).unlink()
+    (path / run_folder.RUN).unlink()
     with pytest.raises(UserError, match=r"holds samples but no run\.json"):
         evictbench.results(tmp_path)
 
 
 def test_a_run_json_without_what_it_needs_is_a_sentence(tmp_path):
     path = write_run(tmp_path, right(1, 1))
-    run = json.loads((path / records.RUN).read_text())
+    run = json.loads((path / run_folder.RUN).read_text())
     del run["identity"]["dtype"]
-    (path / records.RUN).write_text(json.dumps(run))
+    (path / run_folder.RUN).write_text(json.dumps(run))
     with pytest.raises(UserError, match=r"run\.json is damaged \('dtype' is missing"):
         evictbench.results(tmp_path)
 
@@ -158,7 +158,7 @@ def test_the_function_wins_over_the_data_folder_of_its_name():
 def test_reading_results_imports_no_torch(tmp_path):
     write_run(tmp_path, right(1, 2))
     code = (
-        "import sys, evictbench; from evictbench.results_frame import cells; "
+        "import sys, evictbench; from evictbench.store.frame import cells; "
         f"cells(evictbench.results({str(tmp_path)!r})); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evictbench.cache import EvictionCache
-from evictbench.foresight import watch_dense_run
-from evictbench.policy import ModelShape, Policy
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.generation.dense_run import watch_dense_run
+from evictbench.policy.base import Policy
+from evictbench.policy.step import ModelShape
 from twin.cases import Case
 
 

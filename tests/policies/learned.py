@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evictbench.policy import ModelShape, Policy
-from evictbench.weights import Weights, shape_data
+from evictbench.models.policy_weights import Weights, shape_data
+from evictbench.policy.base import Policy
+from evictbench.policy.step import ModelShape
 from twin.kvpop import random_weights, tensors
 
 

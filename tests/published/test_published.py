@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from evictbench import catalogue
+from evictbench.cli import listing
 from evictbench.errors import UserError
-from evictbench.published import Published, read_published, select
-from evictbench.published_entry import PROTOCOL, UNITS
 from evictbench.registry import POLICIES, SUITES, load_suite, names, parse_policy
+from evictbench.store.published import read_published, select
+from evictbench.store.published_number import PROTOCOL, UNITS, Published
 
 GOOD = """
 paper: "1234.56789"
@@ -277,14 +277,14 @@ def test_a_policy_is_chosen_by_its_name_or_with_its_settings(published):
 
 
 def test_a_table_row_says_value_full_and_how_sure():
-    rows = catalogue.published("h2o", "2608.08878", "longbench", whole=False)
+    rows = listing.published("h2o", "2608.08878", "longbench", whole=False)
     assert {"task": "longbench/mean at 8K", "value": "34.1 ± 1.1"}.items() <= rows[5].items()
     assert {"value": "36.4 ± 1.5", "full": "41.5", "unit": "percent", "sure": "primary"}.items() <= rows[1].items()
-    assert any("contradicted" in row["sure"] for row in catalogue.published("kvpop", None, None, whole=False))
+    assert any("contradicted" in row["sure"] for row in listing.published("kvpop", None, None, whole=False))
 
 
 def test_the_command_prints_json_without_torch_and_exits_2_for_an_unknown_name(tmp_path):
-    code = "import sys; from evictbench.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys; from evictbench.cli.app import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
 
     def call(*words):
         command = [sys.executable, "-c", code, "list", "published", *words]

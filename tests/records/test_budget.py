@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evictbench.budget import Budget
 from evictbench.errors import UserError
+from evictbench.policy.budget import Budget
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from zipfile import ZipFile
 
 import pytest
 
-from evictbench import data, hub
-from evictbench.data import Dataset, Documents, Unavailable, content_hash, load
+from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.suite import datasets
+from evictbench.suite.datasets import Dataset, Documents, Unavailable, content_hash, load
 
 RIDDLES = [{"question": "What has keys?", "answer": "a piano"}, {"question": "Et ça ?", "answer": "rien"}]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -45,9 +46,9 @@ def write(path: Path, records) -> None:
 
 @pytest.fixture(autouse=True)
 def _ask_again():
-    data._unreachable.cache_clear()
+    datasets._unreachable.cache_clear()
     yield
-    data._unreachable.cache_clear()
+    datasets._unreachable.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["test.jsonl", "riddles/test.json", "riddles/test.parquet", "main/test.parquet"])

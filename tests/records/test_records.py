@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from evictbench import records
 from evictbench.errors import UserError
-from evictbench.results_frame import read_results
+from evictbench.store import run_folder
+from evictbench.store.frame import read_results
 
 IDENTITY = {
     "suite": "toy",
@@ -30,13 +30,13 @@ def line(doc_id, task="toy_recall", **more):
 
 
 def folder_for(root, identity=IDENTITY):
-    mark = records.fingerprint(identity)
-    return records.run_folder(root, "toy", "org/tiny", "hoard:size=4", "25%", mark)
+    mark = run_folder.fingerprint(identity)
+    return run_folder.run_folder(root, "toy", "org/tiny", "hoard:size=4", "25%", mark)
 
 
 def make(root, lines, identity=IDENTITY, session=None):
     path = folder_for(root, identity)
-    with records.open_run(path, identity) as run:
+    with run_folder.open_run(path, identity) as run:
         run.start_session({"started": "now", "torch": "2"} | (session or {}))
         for one in lines:
             run.append(one)
@@ -46,20 +46,20 @@ def make(root, lines, identity=IDENTITY, session=None):
 def test_the_folder_says_what_is_in_it(tmp_path):
     path = folder_for(tmp_path)
     assert path.parent.relative_to(tmp_path).as_posix() == "toy/org--tiny"
-    assert path.name == f"hoard+size=4-25pct-{records.fingerprint(IDENTITY)}"
+    assert path.name == f"hoard+size=4-25pct-{run_folder.fingerprint(IDENTITY)}"
 
 
 @pytest.mark.parametrize("name", ["../up", "..", "a/b", ".hidden", "a b\nc"])
 def test_a_name_never_leaves_its_folder(tmp_path, name):
-    path = records.run_folder(tmp_path, "toy", name, "hoard", None, "0")
+    path = run_folder.run_folder(tmp_path, "toy", name, "hoard", None, "0")
     assert path.resolve().parents[2] == tmp_path.resolve()
     assert path.parent.name[0] != "."
 
 
 def test_the_fingerprint_is_stable():
     """Written down, so that a change of it cannot go unnoticed: results of before would be made again."""
-    assert records.fingerprint(IDENTITY) == "4ce4e4a8453f"
-    assert records.fingerprint(dict(reversed(IDENTITY.items()))) == records.fingerprint(IDENTITY)
+    assert run_folder.fingerprint(IDENTITY) == "4ce4e4a8453f"
+    assert run_folder.fingerprint(dict(reversed(IDENTITY.items()))) == run_folder.fingerprint(IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_the_fingerprint_changes_with_everything_that_moves_a_score(where):
     for key in where[:-1]:
         inner = inner[key]
     inner[where[-1]] = "other"
-    assert records.fingerprint(other) != records.fingerprint(IDENTITY)
+    assert run_folder.fingerprint(other) != run_folder.fingerprint(IDENTITY)
 
 
 def test_the_fingerprint_changes_with_the_results_version(monkeypatch):
-    before = records.fingerprint(IDENTITY)
-    monkeypatch.setattr(records, "RESULTS_VERSION", records.RESULTS_VERSION + 1)
-    assert records.fingerprint(IDENTITY) != before
+    before = run_folder.fingerprint(IDENTITY)
+    monkeypatch.setattr(run_folder, "RESULTS_VERSION", run_folder.RESULTS_VERSION + 1)
+    assert run_folder.fingerprint(IDENTITY) != before
 
 
 def test_samples_come_back_as_written(tmp_path):
     path = make(tmp_path, [line(0), line(1, score=0.5)])
-    samples = records.read_samples(path)
+    samples = run_folder.read_samples(path)
     assert list(samples) == [("toy_recall", 0, 0), ("toy_recall", 1, 0)]
     assert samples["toy_recall", 1, 0]["score"] == 0.5
     assert samples["toy_recall", 0, 0]["text"] == "naïve 🐦 \u2028 x"
@@ -105,54 +105,54 @@ def test_samples_come_back_as_written(tmp_path):
 @pytest.mark.parametrize("cut", range(1, 40, 3))
 def test_a_torn_last_line_is_dropped_on_reading_and_cut_off_before_writing(tmp_path, cut):
     path = make(tmp_path, [line(0), line(1), line(2)])
-    file = path / records.SAMPLES
+    file = path / run_folder.SAMPLES
     whole = file.read_bytes()
     torn = whole[:-cut]
     file.write_bytes(torn)
-    assert list(records.read_samples(path)) == [("toy_recall", 0, 0), ("toy_recall", 1, 0)]
+    assert list(run_folder.read_samples(path)) == [("toy_recall", 0, 0), ("toy_recall", 1, 0)]
     assert file.read_bytes() == torn
     make(tmp_path, [line(2)])
     first, second, _ = whole.splitlines(keepends=True)
     assert file.read_bytes().startswith(first + second + b'{"task"')
-    assert [key[1] for key in records.read_samples(path)] == [0, 1, 2]
+    assert [key[1] for key in run_folder.read_samples(path)] == [0, 1, 2]
 
 
 def test_a_damaged_line_in_the_middle_is_named_and_not_skipped(tmp_path):
     path = make(tmp_path, [line(0), line(1), line(2)])
-    file = path / records.SAMPLES
+    file = path / run_folder.SAMPLES
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + b"\0\0\0\0\n" + lines[2])
     with pytest.raises(UserError, match=r"Line 2 of .*samples\.jsonl is damaged"):
-        records.read_samples(path)
+        run_folder.read_samples(path)
 
 
 def test_a_sample_written_twice_counts_once(tmp_path):
     path = make(tmp_path, [line(0, score=1.0)])
-    file = path / records.SAMPLES
+    file = path / run_folder.SAMPLES
     file.write_bytes(file.read_bytes() + file.read_bytes().replace(b'"score": 1.0', b'"score": 0.0'))
-    assert [one["score"] for one in records.read_samples(path).values()] == [1.0]
+    assert [one["score"] for one in run_folder.read_samples(path).values()] == [1.0]
 
 
 def test_a_disk_that_takes_half_a_line_leaves_none_of_it(tmp_path, monkeypatch):
     path = make(tmp_path, [line(0)])
-    before = (path / records.SAMPLES).read_bytes()
+    before = (path / run_folder.SAMPLES).read_bytes()
     write = os.write
-    with records.open_run(path, IDENTITY) as run:
+    with run_folder.open_run(path, IDENTITY) as run:
         run.start_session({"started": "now"})
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
         with pytest.raises(OSError, match="only part"):
             run.append(line(1))
-        assert (path / records.SAMPLES).read_bytes() == before
+        assert (path / run_folder.SAMPLES).read_bytes() == before
         monkeypatch.undo()
         run.append(line(1))
-    assert len(records.read_samples(path)) == 2
+    assert len(run_folder.read_samples(path)) == 2
 
 
 def test_one_line_is_one_write(tmp_path, monkeypatch):
     writes = []
     write = os.write
     path = make(tmp_path, [])
-    with records.open_run(path, IDENTITY) as run:
+    with run_folder.open_run(path, IDENTITY) as run:
         monkeypatch.setattr(os, "write", lambda file, data: writes.append(data) or write(file, data))
         run.append(line(0, text="x" * 1_000_000))
     assert [data.count(b"\n") for data in writes if data.startswith(b'{"task"')] == [1]
@@ -162,18 +162,18 @@ def test_one_line_is_one_write(tmp_path, monkeypatch):
 def test_another_library_version_warns(tmp_path):
     make(tmp_path, [line(0)])
     path = folder_for(tmp_path)
-    with records.open_run(path, IDENTITY) as run:
+    with run_folder.open_run(path, IDENTITY) as run:
         changes = run.start_session({"started": "later", "torch": "3"})
         run.append(line(1))
     assert len(changes) == 1
     assert "torch 2" in changes[0]
     assert changes[0].endswith("these with 3.")
-    assert [one["session"] for one in records.read_samples(path).values()] == [0, 1]
-    assert [one["torch"] for one in records.read_run(path)["sessions"]] == ["2", "3"]
+    assert [one["session"] for one in run_folder.read_samples(path).values()] == [0, 1]
+    assert [one["torch"] for one in run_folder.read_run(path)["sessions"]] == ["2", "3"]
 
 
 def _hold(path, held, release):
-    with records.open_run(path, IDENTITY):
+    with run_folder.open_run(path, IDENTITY):
         held.set()
         release.wait(30)
 
@@ -186,13 +186,16 @@ def test_a_second_process_is_refused_while_the_first_writes(tmp_path):
     process.start()
     try:
         assert held.wait(60)
-        with pytest.raises(UserError, match="Another run is writing to") as refusal, records.open_run(path, IDENTITY):
+        with (
+            pytest.raises(UserError, match="Another run is writing to") as refusal,
+            run_folder.open_run(path, IDENTITY),
+        ):
             pass
         assert str(path) in str(refusal.value)
     finally:
         release.set()
         process.join(30)
-    with records.open_run(path, IDENTITY):
+    with run_folder.open_run(path, IDENTITY):
         pass
 
 
@@ -200,7 +203,7 @@ def _append_many(path, start):
     done = 0
     while done < 20:
         try:
-            with records.open_run(path, IDENTITY) as run:
+            with run_folder.open_run(path, IDENTITY) as run:
                 run.start_session({"started": "now"})
                 for doc_id in range(start + done, start + done + 5):
                     run.append(line(doc_id))
@@ -218,14 +221,14 @@ def test_two_processes_that_take_turns_lose_nothing(tmp_path):
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert {key[1] for key in records.read_samples(path)} == {*range(20), *range(100, 120)}
+    assert {key[1] for key in run_folder.read_samples(path)} == {*range(20), *range(100, 120)}
 
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "summary.json"
-    records.write_json(file, {"a": 1})
+    run_folder.write_json(file, {"a": 1})
     with pytest.raises(TypeError):
-        records.write_json(file, {"a": object()})
+        run_folder.write_json(file, {"a": object()})
     assert json.loads(file.read_text()) == {"a": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
@@ -239,10 +242,10 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
 
 def test_token_ids_are_packed_and_unpacked():
     ids = [0, 1, 127, 50_000, 4_000_000_000]
-    packed = records.pack_ids(ids)
-    assert records.prompt_ids({"prompt_ids": packed}) == tuple(ids)
-    assert records.prompt_ids({"prompt_ids": None}) is None
-    assert records.hash_ids(ids) == records.hash_ids(tuple(ids)) != records.hash_ids(ids[::-1])
+    packed = run_folder.pack_ids(ids)
+    assert run_folder.prompt_ids({"prompt_ids": packed}) == tuple(ids)
+    assert run_folder.prompt_ids({"prompt_ids": None}) is None
+    assert run_folder.hash_ids(ids) == run_folder.hash_ids(tuple(ids)) != run_folder.hash_ids(ids[::-1])
 
 
 def test_read_back_it_names_the_protocol_and_what_differs_from_it(tmp_path):
@@ -266,39 +269,39 @@ def test_read_back_no_folder_of_others_is_taken(tmp_path):
 
 def test_results_of_a_newer_evictbench_are_not_guessed_at(tmp_path):
     path = make(tmp_path, [line(0)])
-    run = json.loads((path / records.RUN).read_text())
-    records.write_json(path / records.RUN, run | {"results_version": records.RESULTS_VERSION + 1})
+    run = json.loads((path / run_folder.RUN).read_text())
+    run_folder.write_json(path / run_folder.RUN, run | {"results_version": run_folder.RESULTS_VERSION + 1})
     with pytest.raises(UserError, match="newer evictbench"):
-        records.read_run(path)
+        run_folder.read_run(path)
 
 
 def test_a_root_may_be_new_empty_or_ours(tmp_path):
-    records.check_root(tmp_path / "a" / "b")
+    run_folder.check_root(tmp_path / "a" / "b")
     (tmp_path / "empty").mkdir()
-    records.check_root(tmp_path / "empty")
+    run_folder.check_root(tmp_path / "empty")
     (tmp_path / "begun" / "toy" / "tiny").mkdir(parents=True)
-    records.check_root(tmp_path / "begun")
+    run_folder.check_root(tmp_path / "begun")
     make(tmp_path / "ours", [line(0)])
     (tmp_path / "ours" / "notes.md").write_text("mine")
-    records.check_root(tmp_path / "ours")
+    run_folder.check_root(tmp_path / "ours")
 
 
 def test_a_root_that_is_not_ours_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("dear reader")
     with pytest.raises(UserError, match=r"not a folder of evictbench results \(it holds thesis.tex\)"):
-        records.check_root(tmp_path)
+        run_folder.check_root(tmp_path)
     with pytest.raises(UserError, match="is a file"):
-        records.check_root(tmp_path / "thesis.tex")
+        run_folder.check_root(tmp_path / "thesis.tex")
     with pytest.raises(UserError, match="is a file"):
-        records.check_root(tmp_path / "thesis.tex" / "runs")
+        run_folder.check_root(tmp_path / "thesis.tex" / "runs")
 
 
 def test_a_cell_folder_that_is_not_ours_is_refused(tmp_path):
     path = folder_for(tmp_path)
     path.mkdir(parents=True)
     (path / "samples.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="not one of ours"), records.open_run(path, IDENTITY):
+    with pytest.raises(UserError, match="not one of ours"), run_folder.open_run(path, IDENTITY):
         pass
     (path / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="not the record of an evictbench run"), records.open_run(path, IDENTITY):
+    with pytest.raises(UserError, match="not the record of an evictbench run"), run_folder.open_run(path, IDENTITY):
         pass

@@ -7,7 +7,8 @@ import pytest
 from plot.plot_records import retention, sample, steps, write_run, write_trace
 from report.report_cases import HOSTILE, WORDS, answers, word_tokenizer
 
-from evictbench import cli, records
+from evictbench.cli import app
+from evictbench.store import run_folder
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +27,9 @@ def runs(tmp_path_factory):
     made = [cell("full", None, (5, 2), 12), cell("h2o", "64", (4, 2), 12), cell("h2o", "128", (5, 2), 12)]
     made += [cell("tova", "64", (1, 0), 12), cell("tova", "128", (10, 10), 200, truncated=True, text=HOSTILE)]
     for number, (path, session) in enumerate(made):
-        run = json.loads((path / records.RUN).read_text())
+        run = json.loads((path / run_folder.RUN).read_text())
         run["sessions"] = [session | ({"commit": "b" * 40 + "+changes"} if number == 4 else {})]
-        (path / records.RUN).write_text(json.dumps(run))
+        (path / run_folder.RUN).write_text(json.dumps(run))
     lines = [sample(doc_id, 0.25, metrics={"score": 0.25, "kl": 0.5}, task="gsm8k", text="") for doc_id in range(3)]
     write_run(root, lines, policy="h2o", budget="25%", tasks=("gsm8k",), suite="fidelity")
     return root
@@ -48,7 +49,7 @@ def trace(tmp_path_factory):
 def report(capsys):
     def call(*words):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["report", *map(str, words)])
+            app.main(["report", *map(str, words)])
         out, err = capsys.readouterr()
         return ended.value.code, out, err
 
@@ -60,7 +61,7 @@ def page(runs, tokenizer, trace, tmp_path_factory):
     """The report of `runs` and `trace`, written once."""
     out = tmp_path_factory.mktemp("page") / "report.html"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["report", str(runs), "--trace", str(trace), "--out", str(out), "--tokenizer", str(tokenizer)])
+        app.main(["report", str(runs), "--trace", str(trace), "--out", str(out), "--tokenizer", str(tokenizer)])
     assert ended.value.code == 0
     return out
 

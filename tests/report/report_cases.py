@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 from plot.plot_records import right
 
-from evictbench import records
+from evictbench.store import run_folder
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> & \"q\" 'q'"
 """What must never be HTML."""
@@ -30,8 +30,8 @@ def prompt(doc_id):
     """A prompt of its own for each document: context up to the hay, and a question."""
     ids = [1, 2, 3, 4, 7, *([8] * (doc_id + 1)), 5, 6]
     return {
-        "prompt_ids": records.pack_ids(ids),
-        "prompt_hash": records.hash_ids(ids),
+        "prompt_ids": run_folder.pack_ids(ids),
+        "prompt_hash": run_folder.hash_ids(ids),
         "prompt_tokens": len(ids),
         "border": len(ids) - 2,
     }

@@ -4,7 +4,7 @@ import pytest
 from plot.plot_records import sample, write_run
 
 import evictbench
-from evictbench.report_tables import leaderboard
+from evictbench.report.tables import leaderboard
 
 
 def test_repeats_are_no_new_documents(tmp_path):

@@ -14,9 +14,10 @@ import pytest
 from plot.plot_records import right, sample, write_run
 from report.report_cases import HOSTILE, WORDS, Page, answers, prompt, word_tokenizer
 
-from evictbench import records
-from evictbench.plot_select import Filters
-from evictbench.report import Request, build
+from evictbench.report.build import build
+from evictbench.report.request import Request
+from evictbench.store import run_folder
+from evictbench.store.select import Filters
 
 
 def packs(text):
@@ -190,7 +191,7 @@ def test_a_prompt_that_cannot_be_shown_says_why(report, tmp_path):
 
 def test_a_torn_line_and_strange_letters(report, tmp_path):
     path = write_run(tmp_path / "runs", [sample(0, 1.0, text="\ud800 \u2028 \x00"), sample(1, 0.0)])
-    with (path / records.SAMPLES).open("a") as file:
+    with (path / run_folder.SAMPLES).open("a") as file:
         file.write('{"task": "ni')
     code, _, _ = report(tmp_path / "runs", "--out", tmp_path / "r.html")
     assert code == 0

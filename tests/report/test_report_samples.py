@@ -10,7 +10,7 @@ import pytest
 from plot.plot_records import sample, write_run
 
 import evictbench
-from evictbench.report_samples import _cut, browser
+from evictbench.report.samples import _cut, browser
 
 
 def test_a_cut_keeps_both_ends_and_counts_what_is_between():

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from fake_plugins import make_model
 
-from evictbench import models, records
 from evictbench.errors import UserError
-from evictbench.plan import make_plan
-from evictbench.settings import Settings
+from evictbench.evaluation.plan import make_plan
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def no_weights(monkeypatch):
     def load(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(models, "load_model", load)
+    monkeypatch.setattr(load, "load_model", load)
 
 
 def changed(settings, **changes):
@@ -159,8 +159,8 @@ def test_b4_answers_are_cut_to_the_window_only_if_auto_and_it_is_said(settings, 
 
 def mark(settings):
     plan = make_plan(settings)
-    assert plan.folder.name.endswith(records.fingerprint(plan.identity))
-    return records.fingerprint(plan.identity)
+    assert plan.folder.name.endswith(run_folder.fingerprint(plan.identity))
+    return run_folder.fingerprint(plan.identity)
 
 
 def test_what_moves_no_score_is_not_in_the_fingerprint(settings, tmp_path):

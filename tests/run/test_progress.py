@@ -5,8 +5,9 @@ import sys
 
 from rich.console import Console
 
-from evictbench import table
-from evictbench.progress import EVERY, ProgressLine, Waiting, duration
+from evictbench.cli import run
+from evictbench.cli.progress import ProgressLine
+from evictbench.terminal.waiting import EVERY, Waiting, duration
 
 
 def line(score, task="a"):
@@ -82,7 +83,7 @@ def test_durations():
 def test_sizes_are_in_units_that_people_read():
     sizes = [0, 999, 2000, 11_796_480, 99_960, 5e9, 2.5e12]
     shown = ["0 B", "999 B", "2 kB", "11.8 MB", "100 kB", "5 GB", "2.5 TB"]
-    assert [table.human_bytes(size) for size in sizes] == shown
+    assert [run.human_bytes(size) for size in sizes] == shown
 
 
 def test_what_is_waited_for_has_no_end_though_what_was_counted_before_had_one():

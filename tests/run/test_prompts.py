@@ -6,10 +6,10 @@ import shutil
 import pytest
 from fake_plugins import TOY, make_tokenizer, prepare
 
-from evictbench import tasks
 from evictbench.errors import UserError
-from evictbench.suite import SuiteRequest
-from evictbench.thinking import Thinking
+from evictbench.evaluation import tasks
+from evictbench.evaluation.thinking import Thinking
+from evictbench.suite.spec import SuiteRequest
 
 
 def load(limit=4, names=None):

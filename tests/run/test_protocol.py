@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 from fake_plugins import TOY, make_model
 
-from evictbench import records, registry
+from evictbench import registry
 from evictbench.errors import UserError
-from evictbench.plan import make_plan
-from evictbench.settings import Settings, check
-from evictbench.suite import GREEDY, Protocol, Sampling
+from evictbench.evaluation.checks import check
+from evictbench.evaluation.plan import make_plan
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
+from evictbench.suite.spec import GREEDY, Protocol, Sampling
 
 WARM = Sampling(temperature=0.6, top_p=0.95, top_k=20)
 PROTOCOLS = {
@@ -48,7 +50,7 @@ def changed(settings, **changes):
 
 
 def mark(settings):
-    return records.fingerprint(make_plan(settings).identity)
+    return run_folder.fingerprint(make_plan(settings).identity)
 
 
 def test_a_suite_without_protocols_is_greedy_once(model):

@@ -109,7 +109,7 @@ def test_a_policy_from_a_file(tmp_path):
     [
         (MINE, "", "Name the class in the file too"),
         (MINE, ":Mein", "Unknown class 'Mein' in "),
-        (MINE, ":Settings", "it has to be a subclass of evictbench.policy.Policy"),
+        (MINE, ":Settings", "it has to be a subclass of evictbench.policy.base.Policy"),
         (MINE.replace('paper = "none"', ""), ":Mine", "does not say its paper"),
         (MINE.replace("= Settings", "= 3"), ":Mine", "is not a dataclass"),
         ("def (", ":Mine", "cannot be loaded: SyntaxError"),

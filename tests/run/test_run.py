@@ -6,13 +6,15 @@ import json
 import pytest
 from fake_plugins import FakeGenerator, make_model
 
-from evictbench import records, registry, tasks
+from evictbench import registry
 from evictbench.errors import RunFailed, UserError
-from evictbench.generation import Completion
-from evictbench.plan import make_plan
-from evictbench.run import run
-from evictbench.settings import Settings
-from evictbench.suite import Protocol, Sampling
+from evictbench.evaluation import tasks
+from evictbench.evaluation.plan import make_plan
+from evictbench.evaluation.run import run
+from evictbench.evaluation.settings import Settings
+from evictbench.generation.generator import Completion
+from evictbench.store import run_folder
+from evictbench.suite.spec import Protocol, Sampling
 
 
 class Watch:
@@ -83,7 +85,7 @@ class Lucky(FakeGenerator):
 def essence(folder):
     return {
         key: (line["prompt_hash"], line["tokens"], line["score"], line["text"])
-        for key, line in records.read_samples(folder).items()
+        for key, line in run_folder.read_samples(folder).items()
     }
 
 
@@ -91,7 +93,7 @@ def test_a_run_writes_every_sample_and_a_summary(settings):
     outcome, watch, seen = go(settings)
     folder = outcome.plan.folder
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "run.json", "samples.jsonl", "summary.json"]
-    samples = records.read_samples(folder)
+    samples = run_folder.read_samples(folder)
     assert set(samples) == {(task, i, 0) for task in ("toy_recall", "toy_pairs") for i in range(4)}
     assert len(watch.lines) == len(seen) == 8
     line = samples["toy_pairs", 1, 0]
@@ -99,9 +101,9 @@ def test_a_run_writes_every_sample_and_a_summary(settings):
     assert line["session"] == 0
     assert line["token_limit"] == 20
     request = next(one for one in seen if one.key == ("toy_pairs", 1, 0))
-    assert records.prompt_ids(line) == request.prompt
+    assert run_folder.prompt_ids(line) == request.prompt
     assert (line["prompt_tokens"], line["border"]) == (len(request.prompt), request.border)
-    assert line["prompt_hash"] == records.hash_ids(request.prompt)
+    assert line["prompt_hash"] == run_folder.hash_ids(request.prompt)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == json.loads(json.dumps(outcome.summary))
     assert summary["skipped"] == {"toy_songs": "no songs in --data-dir."}
@@ -115,7 +117,7 @@ def test_a_run_writes_every_sample_and_a_summary(settings):
 
 def test_d5_what_is_needed_to_run_it_again_is_written(settings):
     outcome, _, _ = go(settings)
-    written = records.read_run(outcome.plan.folder)
+    written = run_folder.read_run(outcome.plan.folder)
     identity, session = written["identity"], written["sessions"][0]
     assert identity["policy"]["settings"] == outcome.plan.checked.chosen.settings
     assert identity["weights"].startswith("sha256:")
@@ -131,7 +133,7 @@ def test_d1_to_d4_each_number_lands_in_its_own_column(settings):
     """Prefill is not counted as decode, the first token is in neither rate, cache and prefill peak stay apart."""
     outcome, _, _ = go(settings)
     row = outcome.summary["tasks"]["toy_pairs"]
-    lines = [line for line in records.read_samples(outcome.plan.folder).values() if line["task"] == "toy_pairs"]
+    lines = [line for line in run_folder.read_samples(outcome.plan.folder).values() if line["task"] == "toy_pairs"]
     assert row["prefill_seconds"] == 0.25
     assert row["first_token_seconds"] == 0.3
     assert row["decode_seconds"] == 0.5
@@ -150,7 +152,7 @@ def test_what_is_finished_is_not_run_again(settings):
     assert watch.finished == 8
     assert again.summary == first.summary
     assert (first.plan.folder / "samples.jsonl").read_bytes() == before
-    assert len(records.read_run(first.plan.folder)["sessions"]) == 1
+    assert len(run_folder.read_run(first.plan.folder)["sessions"]) == 1
 
 
 def test_a_larger_limit_extends(settings):
@@ -173,7 +175,7 @@ def test_a_smaller_limit_afterwards_still_shows_all_there_is(settings):
 def test_ctrl_c_keeps_every_finished_sample_and_the_rest_comes_later(settings):
     stopped, _, _ = go(settings, Watch(stop_after=5))
     assert stopped.interrupted
-    assert len(records.read_samples(stopped.plan.folder)) == 5
+    assert len(run_folder.read_samples(stopped.plan.folder)) == 5
     assert stopped.summary["mean"]["samples"] == 5
     assert json.loads((stopped.plan.folder / "summary.json").read_text())["mean"]["samples"] == 5
     going_on, _, seen = go(settings)
@@ -189,7 +191,7 @@ def test_a_failure_in_mid_run_keeps_what_is_finished(settings):
     outcome, watch, seen = go(settings)
     assert watch.finished == 3  # answers come in threes
     assert len(seen) == 5
-    assert len(records.read_samples(outcome.plan.folder)) == 8
+    assert len(run_folder.read_samples(outcome.plan.folder)) == 8
 
 
 def test_more_entries_than_the_budget_fails_the_run(settings):
@@ -206,7 +208,7 @@ def test_a14_occupancy_is_what_was_measured_and_finished_samples_stay(settings):
     assert outcome.summary["mean"]["occupancy_mean"] == 15.5
     with pytest.raises(RunFailed, match="2 finished samples are in"):
         go(settings, occupancy=17)
-    assert len(records.read_samples(outcome.plan.folder)) == 2
+    assert len(run_folder.read_samples(outcome.plan.folder)) == 2
 
 
 def test_a_policy_that_says_it_is_not_guarded_is_not_held_to_its_budget(settings, monkeypatch):
@@ -221,7 +223,7 @@ def test_a_share_of_the_text_is_guarded_as_such(settings):
     half = dataclasses.replace(settings, budget="50%", tasks="toy_recall", limit=1)
     outcome, _, seen = go(half, occupancy=32)
     request = seen[0]
-    answered = len(records.read_samples(outcome.plan.folder)["toy_recall", 0, 0]["tokens"])
+    answered = len(run_folder.read_samples(outcome.plan.folder)["toy_recall", 0, 0]["tokens"])
     allowed = max(32, max(request.border, len(request.prompt) + answered) // 2)
     go(dataclasses.replace(half, out=half.out / "at"), occupancy=allowed)
     with pytest.raises(RunFailed, match=f"the budget allows {allowed} "):
@@ -246,7 +248,7 @@ def test_b4_shortened_answers_are_warned_of_and_written(settings):
     assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)
     assert outcome.summary["answers_cut"] == {"toy_recall": 4, "toy_pairs": 4}
     assert outcome.summary["warnings"] == watch.warnings
-    assert {line["token_limit"] for line in records.read_samples(outcome.plan.folder).values()} == {5}
+    assert {line["token_limit"] for line in run_folder.read_samples(outcome.plan.folder).values()} == {5}
     plain, quiet, _ = go(settings)
     assert quiet.warnings == []
     assert plain.summary["answers_cut"] == {}
@@ -274,9 +276,9 @@ def test_b10_an_answer_of_no_tokens_is_a_sample_like_any_other(settings):
 
 
 def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
-    monkeypatch.setattr("evictbench.run.PROMPT_IDS_KEPT", 80)
+    monkeypatch.setattr("evictbench.evaluation.run.PROMPT_IDS_KEPT", 80)
     outcome, _, _ = go(settings)
-    lines = list(records.read_samples(outcome.plan.folder).values())
+    lines = list(run_folder.read_samples(outcome.plan.folder).values())
     assert {line["prompt_ids"] is None for line in lines} == {True, False}
     assert all((line["prompt_ids"] is None) == (line["prompt_tokens"] > 80) for line in lines)
     assert all(line["prompt_hash"] for line in lines)
@@ -285,7 +287,7 @@ def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
 def test_each_document_is_answered_as_often_as_the_protocol_says(sampled):
     outcome, _, seen = go(sampled)
     keys = {(task, i, repeat) for task in ("toy_recall", "toy_pairs") for i in range(4) for repeat in range(4)}
-    assert set(records.read_samples(outcome.plan.folder)) == {request.key for request in seen} == keys
+    assert set(run_folder.read_samples(outcome.plan.folder)) == {request.key for request in seen} == keys
     assert {request.sampling for request in seen} == {WARM}
     assert len({request.draw for request in seen}) == len(seen) == 32
     assert {request.draw[1] for request in seen} == {0, 1, 2, 3}
@@ -382,9 +384,9 @@ def test_a_suite_may_bring_a_generator_that_grades_for_itself(settings, monkeypa
     monkeypatch.setattr(registry, "load_suite", lambda name: suite)
     monkeypatch.setattr(tasks, "score", None)
     outcome = run(settings, Watch())
-    line = records.read_samples(outcome.plan.folder)["toy_pairs", 2, 0]
+    line = run_folder.read_samples(outcome.plan.folder)["toy_pairs", 2, 0]
     assert (line["score"], line["metrics"], line["answer"], line["thinking"]) == (0.75, {"kl": 4.0}, None, "none")
-    assert records.read_run(outcome.plan.folder)["sessions"][0]["device"] == "cpu: measured"
+    assert run_folder.read_run(outcome.plan.folder)["sessions"][0]["device"] == "cpu: measured"
     metric = outcome.summary["tasks"]["toy_pairs"]["metrics"]["kl"]
     assert metric["mean"] == 3.5
     assert metric["interval"][0] < 3.5 < metric["interval"][1]

@@ -6,9 +6,9 @@ import itertools
 import pytest
 from rich.console import Console
 
-from evictbench import table
-from evictbench.stats import mean_interval, spread_interval
-from evictbench.summary import MEANS, repeats_itself, summarise, tokens_per_second
+from evictbench.cli import run
+from evictbench.stats.intervals import mean_interval, spread_interval
+from evictbench.store.summary import MEANS, repeats_itself, summarise, tokens_per_second
 
 NUMBERS = itertools.count()
 
@@ -130,7 +130,7 @@ def shown(width, lines=None):
     asked = dict.fromkeys((one["task"] for one in lines), 0) | ({} if len(lines) > 3 else {"vt": 2})
     summary = summarise(lines, asked)
     console = Console(file=io.StringIO(), width=width)
-    console.print(*table.result_tables(summary, console))
+    console.print(*run.result_tables(summary, console))
     return console.file.getvalue()
 
 

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from fake_plugins import TOY, FakeGenerator, make_model, make_tokenizer, prepare
 
-from evictbench import records, tasks, thinking
 from evictbench.errors import UserError
-from evictbench.plan import make_plan
-from evictbench.run import run
-from evictbench.settings import Settings
-from evictbench.suite import SuiteRequest
-from evictbench.thinking import Answer, Thinking, answer_of
+from evictbench.evaluation import tasks, thinking
+from evictbench.evaluation.plan import make_plan
+from evictbench.evaluation.run import run
+from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.thinking import Answer, Thinking, answer_of
+from evictbench.store import run_folder
+from evictbench.suite.spec import SuiteRequest
 
 TURNS = "{% for m in messages %}<user>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<bot>"
 EMPTY = "{{ '<think>\\n\\n</think>\\n\\n' }}"
@@ -176,7 +177,7 @@ def test_an_unclosed_thought_is_wrong_and_truncated_and_its_line_says_so(tmp_pat
     requests = []
     outcome = run(settings, Watch(), lambda plan: (Thinker(plan.tokenizer, seen=requests), "cpu"))
     assert all(request.thinking for request in requests)
-    lines = {key[1]: line for key, line in records.read_samples(outcome.plan.folder).items()}
+    lines = {key[1]: line for key, line in run_folder.read_samples(outcome.plan.folder).items()}
     assert [lines[i]["thinking"] for i in range(3)] == ["closed", "unclosed", "closed"]
     assert [lines[i]["score"] for i in range(3)] == [1.0, 0.0, 1.0]
     assert [lines[i]["answer"] for i in range(3)] == ["answer", "", "answer"]
@@ -193,9 +194,9 @@ def test_an_unclosed_thought_is_wrong_and_truncated_and_its_line_says_so(tmp_pat
 def test_thinking_is_in_the_fingerprint_and_a_change_of_it_is_named(tmp_path):
     settings = thinker(tmp_path, QWEN3)
     auto, on, off = (make_plan(dataclasses.replace(settings, thinking=word)) for word in ("auto", "on", "off"))
-    assert records.fingerprint(auto.identity) == records.fingerprint(on.identity)
+    assert run_folder.fingerprint(auto.identity) == run_folder.fingerprint(on.identity)
     assert [planned.prompt.ids for planned in auto.prompts] == [planned.prompt.ids for planned in on.prompts]
-    assert records.fingerprint(auto.identity) != records.fingerprint(off.identity)
+    assert run_folder.fingerprint(auto.identity) != run_folder.fingerprint(off.identity)
     assert auto.differs == on.differs == {}
     assert off.differs == {"thinking": (False, True)}
     assert off.identity["protocol"]["differs"] == ["thinking"]

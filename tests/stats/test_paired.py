@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, t
 
-from evictbench.paired import MOST_OUTCOMES, Difference, difference
+from evictbench.stats.paired import MOST_OUTCOMES, Difference, difference
 
 
 def documents(*values, task="a"):
@@ -116,7 +116,7 @@ def test_a_wider_margin_is_harder_to_fall_below():
 def test_drawn_outcomes_come_near_the_exact_share_for_a_margin_too(monkeypatch):
     found = right_wrong(60, 12, 3)
     exact = found.p_below(0.02)
-    monkeypatch.setattr("evictbench.paired.MOST_OUTCOMES", 1)
+    monkeypatch.setattr("evictbench.stats.paired.MOST_OUTCOMES", 1)
     assert found.p_below(0.02) == pytest.approx(exact, abs=0.008)
     assert found.p_below(0.02) == found.p_below(0.02)  # the seed is fixed
     assert MOST_OUTCOMES > 61 * 13 * 4

@@ -7,8 +7,8 @@ import pytest
 from scipy.stats import binom
 from statsmodels.stats.power import ttest_power
 
-from evictbench.paired import Difference
-from evictbench.power import (
+from evictbench.stats.paired import Difference
+from evictbench.stats.power import (
     DISCORDANT,
     documents_needed,
     effective_documents,

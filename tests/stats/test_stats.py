@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, binomtest, t
 
-from evictbench.stats import (
+from evictbench.stats.intervals import (
     best_of,
     clustered_interval,
     holm,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from evictbench.budget import Budget
 from evictbench.errors import UserError
-from evictbench.generation import Generator
+from evictbench.generation.generator import Generator
 from evictbench.policies.h2o import H2O
+from evictbench.policy.budget import Budget
 from evictbench.suites.fidelity.generator import Forced
 from studies import cells
 from studies.replay import DenseRuns, ReplayingFeeder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evictbench.settings import Settings
+from evictbench.evaluation.settings import Settings
 from studies import compare
 from studies.oracle_report import draw, report
 from studies.oracle_study import Line, write

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench.budget import Budget
-from evictbench.feeding import Feeder
+from evictbench.generation.runner import Feeder
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.oracle import Oracle
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy import Policy
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
 from studies.replay import FED, DenseRuns, ReplayingFeeder
 from twin.tiny import random_tokens, tiny_model
 

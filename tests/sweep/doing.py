@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from evictbench.sweep_job import Worker
+from evictbench.sweep.job import Worker
 
 
 @dataclasses.dataclass

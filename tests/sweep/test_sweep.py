@@ -6,14 +6,14 @@ import shutil
 import pytest
 from doing import Here, Watch
 
-from evictbench import records, run
 from evictbench.errors import UserError
-from evictbench.results_frame import read_results
-from evictbench.settings import Settings
-from evictbench.sweep import FAILURE, plan_cells, sweep
-from evictbench.sweep_estimate import estimate
-from evictbench.sweep_grid import cells_of, grid_of
-from evictbench.sweep_shards import merge, shard_folder, shard_folders
+from evictbench.evaluation import run
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
+from evictbench.store.frame import read_results
+from evictbench.sweep.estimate import estimate
+from evictbench.sweep.grid import cells_of, grid_of, merge, shard_folder, shard_folders
+from evictbench.sweep.plan import FAILURE, plan_cells, sweep
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def grid(model, tmp_path):
 
 def lines_of(cell):
     """Every line of a cell's file, doubles included, by sample."""
-    lines = [json.loads(line) for line in (cell.plan.folder / records.SAMPLES).read_text().splitlines()]
-    return sorted(records.key_of(line) for line in lines), {records.key_of(line): line for line in lines}
+    lines = [json.loads(line) for line in (cell.plan.folder / run_folder.SAMPLES).read_text().splitlines()]
+    return sorted(run_folder.key_of(line) for line in lines), {run_folder.key_of(line): line for line in lines}
 
 
 def test_every_cell_is_what_a_run_of_it_is_and_the_model_is_loaded_once(grid, tmp_path, monkeypatch):
@@ -60,7 +60,7 @@ def test_every_cell_is_what_a_run_of_it_is_and_the_model_is_loaded_once(grid, tm
         Settings(policy="tova", suite="toy", budget="16", model=cells[0].plan.settings.model, out=tmp_path / "alone"),
         Silent(),
     )
-    theirs = records.read_samples(alone.plan.folder)
+    theirs = run_folder.read_samples(alone.plan.folder)
     keys, ours = lines_of(cells[4])
     assert keys == sorted(theirs)
     same = ("text", "tokens", "score", "prompt_hash", "occupancy_max", "cache_bytes")
@@ -79,11 +79,11 @@ def test_what_is_finished_is_not_run_again_and_a_larger_limit_extends(grid):
     assert [cell.state for cell in cells] == ["done"] * 5
     assert len(watch.titles) == 5
     assert all(cell.summary["mean"]["samples"] == 4 for cell in cells)
-    before = (cells[0].plan.folder / records.SAMPLES).read_text()
+    before = (cells[0].plan.folder / run_folder.SAMPLES).read_text()
     more = plan_cells(grid(limit=3))[0]
     assert [cell.total - cell.done for cell in more] == [2] * 5
     sweep(more, Here(), Watch())
-    assert (more[0].plan.folder / records.SAMPLES).read_text().startswith(before)
+    assert (more[0].plan.folder / run_folder.SAMPLES).read_text().startswith(before)
     assert more[0].made == 2
 
 
@@ -152,7 +152,7 @@ def test_shards_deal_out_documents_and_are_merged_exactly_once(grid):
         assert keys == sorted(cell.keys)
         assert len(keys) == 28
         assert shard_folders(cell.plan.folder) == []
-        sessions = records.read_run(cell.plan.folder)["sessions"]
+        sessions = run_folder.read_run(cell.plan.folder)["sessions"]
         assert len(sessions) == 3
         assert {line["session"] for line in lines.values()} == {0, 1, 2}
         dealt = {(line["session"], key[1] % 3) for key, line in lines.items()}
@@ -178,10 +178,10 @@ def test_merging_may_be_stopped_and_done_again(grid, tmp_path):
     assert lines_of(cell)[0] == before
     assert not back.exists()
 
-    samples = cell.plan.folder / records.SAMPLES
+    samples = cell.plan.folder / run_folder.SAMPLES
     samples.unlink()
     shutil.copytree(kept, back)
-    with (back / records.SAMPLES).open("a") as file:
+    with (back / run_folder.SAMPLES).open("a") as file:
         file.write('{"task": "toy_recall", "doc_')  # torn
     cells, _ = plan_cells(grid("h2o", "32", limit=4))
     assert cells[1].done == 4
@@ -194,7 +194,7 @@ def test_merging_may_be_stopped_and_done_again(grid, tmp_path):
 
 def test_a_cell_that_another_process_writes_to_is_left_to_it(grid):
     cells, _ = plan_cells(grid("h2o", "32", limit=1))
-    with records.open_run(cells[0].plan.folder, cells[0].plan.identity):
+    with run_folder.open_run(cells[0].plan.folder, cells[0].plan.identity):
         sweep(cells, Here(), Watch())
     assert [cell.state for cell in cells] == ["failed", "done"]
     assert cells[0].sentence.startswith("Another run is writing to")
@@ -240,9 +240,9 @@ def test_estimates_count_what_is_missing(grid):
         "its own samples",
         "the model's other samples",
     )
-    lines = records.read_samples(cells[1].plan.folder).values()
+    lines = run_folder.read_samples(cells[1].plan.folder).values()
     measured = sum(line["cache_bytes"] for line in lines) / len(lines)
     assert measured / 16 == pytest.approx(token, rel=0.15)  # H2O's masses are held besides
-    row = cells[0].finished and records.read_samples(cells[0].plan.folder)
+    row = cells[0].finished and run_folder.read_samples(cells[0].plan.folder)
     took = sum(line["prefill_seconds"] + line["decode_seconds"] for line in row.values())
     assert full.seconds == pytest.approx(took, rel=0.3)  # as many samples again, of about the same lengths

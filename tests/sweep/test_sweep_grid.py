@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.sweep_grid import cells_of, coarse, grid_of, read_file
+from evictbench.sweep.grid import cells_of, coarse, grid_of, read_file
 
 
 def cells(**words):

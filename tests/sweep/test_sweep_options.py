@@ -3,8 +3,8 @@
 import inspect
 from dataclasses import fields
 
-from evictbench.cli import run, sweep
-from evictbench.settings import Settings
+from evictbench.cli.app import run, sweep
+from evictbench.evaluation.settings import Settings
 
 PLURALS = {"policy": "policies", "budget": "budgets", "suite": "suites"}
 

@@ -11,7 +11,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from evictbench import records
+from evictbench.store import run_folder
 
 
 @pytest.fixture
@@ -104,6 +104,6 @@ def test_a_sweep_goes_on_after_its_worker_and_itself_are_killed_and_after_ctrl_c
     assert [row["samples"] for row in json.loads(out)] == [80, 80, 80]
     assert list(root.rglob("failure.txt")) == list(root.rglob(".phase")) == []
     for file in root.glob("toy/tiny/*/samples.jsonl"):
-        keys = Counter(records.key_of(json.loads(line)) for line in file.read_text().splitlines())
+        keys = Counter(run_folder.key_of(json.loads(line)) for line in file.read_text().splitlines())
         assert len(keys) == 80
         assert set(keys.values()) == {1}

@@ -11,11 +11,11 @@ import pytest
 from doing import Watch
 from fakes import SITE
 
-from evictbench import records
-from evictbench.settings import Settings
-from evictbench.sweep import _jobs, plan_cells, sweep
-from evictbench.sweep_ray import RayTasks
-from evictbench.sweep_shards import shard_folders
+from evictbench.evaluation.settings import Settings
+from evictbench.store import run_folder
+from evictbench.sweep.grid import shard_folders
+from evictbench.sweep.plan import _jobs, plan_cells, sweep
+from evictbench.sweep.ray import RayTasks
 
 
 def start_node(tries=4):
@@ -54,7 +54,7 @@ def kill_one(root, killed, over):
                 phase = json.loads(file.read_text())
             except (OSError, ValueError):
                 continue
-            samples = file.parent / records.SAMPLES
+            samples = file.parent / run_folder.SAMPLES
             if phase["phase"] == "answering" and samples.exists() and samples.stat().st_size:
                 os.kill(phase["pid"], signal.SIGKILL)
                 killed.append(file.parent.name)
@@ -76,8 +76,8 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
     assert [(cell.state, cell.sentence) for cell in cells] == [("done", "")] * 2
     assert len(killed) == 1
     for cell in cells:
-        lines = [json.loads(line) for line in (cell.plan.folder / records.SAMPLES).read_text().splitlines()]
-        keys = Counter(map(records.key_of, lines))
+        lines = [json.loads(line) for line in (cell.plan.folder / run_folder.SAMPLES).read_text().splitlines()]
+        keys = Counter(map(run_folder.key_of, lines))
         assert keys.keys() == cell.keys
         assert set(keys.values()) == {1}
         assert shard_folders(cell.plan.folder) == []
@@ -95,9 +95,9 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
             break
     events.close()
     deadline = time.monotonic() + 240
-    summary, phase = cell.plan.folder / records.SUMMARY, cell.plan.folder / ".phase"
+    summary, phase = cell.plan.folder / run_folder.SUMMARY, cell.plan.folder / ".phase"
     while (phase.exists() or not summary.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    with records.open_run(cell.plan.folder, cell.plan.identity) as folder:
+    with run_folder.open_run(cell.plan.folder, cell.plan.identity) as folder:
         assert 0 < len(folder.samples) < 3000
     assert not phase.exists()

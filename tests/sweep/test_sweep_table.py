@@ -9,15 +9,16 @@ import pytest
 from doing import Here
 from rich.console import Console
 
-from evictbench import records, sweep_command
+from evictbench.cli import sweep as sweep_command
+from evictbench.cli.sweep import How, sweep_and_show
+from evictbench.cli.sweep_output import SweepTable, in_a_line, live_table
 from evictbench.errors import UserError
-from evictbench.sweep import plan_cells, sweep
-from evictbench.sweep_command import How, sweep_and_show
-from evictbench.sweep_grid import cells_of, grid_of
-from evictbench.sweep_job import Job, Notes
-from evictbench.sweep_local import places
-from evictbench.sweep_progress import Progress
-from evictbench.sweep_table import SweepTable, in_a_line, live_table
+from evictbench.store import run_folder
+from evictbench.sweep.grid import cells_of, grid_of
+from evictbench.sweep.job import Job, Notes
+from evictbench.sweep.local import places
+from evictbench.sweep.plan import plan_cells, sweep
+from evictbench.sweep.progress import Progress
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_progress_is_read_from_the_disk_line_by_line(cells):
     notes.start([], 4)
     progress.update()
     first, second, *_ = cell.plan.prompts
-    samples = folder / records.SAMPLES
+    samples = folder / run_folder.SAMPLES
     whole = line_of(first, 1.0) + line_of(second, 0.5)
     samples.write_text(whole[:-9])  # the second one is under way
     now[0] += 10

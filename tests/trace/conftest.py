@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from evictbench import cli, machine, shapes
+from evictbench.cli import app
+from evictbench.models import machine, random_models
 
-TINY = shapes.Shape(
+TINY = random_models.Shape(
     "llama",
     115_648,
     "float32",
@@ -30,7 +31,7 @@ TINY = shapes.Shape(
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+    monkeypatch.setitem(random_models.SHAPES, "tiny", TINY)
     monkeypatch.setitem(machine.MOST_COPIED, "cpu", 2**20)
 
 
@@ -44,7 +45,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setattr(sys, "argv", ["evictbench", *told])
         with pytest.raises(SystemExit) as ended:
-            cli.main(told)
+            app.main(told)
         return ended.value.code, *capsys.readouterr()
 
     return call

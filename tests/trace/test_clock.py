@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench import clock as clocks
-from evictbench.budget import Budget
-from evictbench.clock import ATTENTION, POLICY, REST, Clock, EventClock, Times
-from evictbench.feeding import Feeder
+from evictbench.cache import clock as clocks
+from evictbench.cache.clock import ATTENTION, POLICY, REST, Clock, EventClock, Times
+from evictbench.generation.batching import admit
+from evictbench.generation.runner import Feeder
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy import Policy
-from evictbench.rows import admit
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
 from twin import tiny_model
 
 CPU = torch.device("cpu")

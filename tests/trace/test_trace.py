@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from evictbench import plot_trace, shapes, trace_cell
-from evictbench.feeding import Feeder
-from evictbench.machine import Memory
-from evictbench.trace_schema import RETENTION_FILE, STEPS, STEPS_FILE, TRACE, read_retention, read_trace
+from evictbench.generation.runner import Feeder
+from evictbench.models import random_models
+from evictbench.models.machine import Memory
+from evictbench.plot import trace
+from evictbench.store.trace_files import RETENTION_FILE, STEPS, STEPS_FILE, TRACE, read_retention, read_trace
+from evictbench.trace.cell import Measuring
 
 BUDGET = 48
 COMMON = ("--model", "shape:tiny", "--chunk", 64, "--new-tokens", 24, "--out", "t")
@@ -57,7 +59,7 @@ def test_the_full_cache_grows_and_the_others_stay_as_they_are(main: Any, tmp_pat
     assert about["cells"][0]["decode_cache_bytes"] == full["cache_bytes"].max()
     assert about["copy_bandwidth"] > 0
     assert about["cells"][1]["decode_peak_bytes"] >= h2o["allocated_bytes"].max()
-    plots = plot_trace.memory_points(steps)
+    plots = trace.memory_points(steps)
     assert plots[(plots["policy"] == "h2o") & (plots["panel"] == "cache held")]["value"].nunique() == 1
 
 
@@ -118,7 +120,7 @@ def test_memory_that_runs_out_is_a_result(main: Any, monkeypatch: pytest.MonkeyP
     assert lost[["ms", "cache_bytes", "allocated_bytes"]].isna().all(axis=None)
     assert len(steps[(steps["cell"] == 0) & (steps["status"] == "ok")]) == 4 + 5
     assert len(steps[steps["cell"] == 2]) == 1
-    points = plot_trace.latency_points(steps)
+    points = trace.latency_points(steps)
     assert points["lost"].sum() == 2
 
 
@@ -162,7 +164,7 @@ def test_finished_cells_stay_and_the_same_command_goes_on(
     assert after.groupby("cell").size().gt(1).all()
     assert not list((tmp_path / "t").glob("*unfinished*"))
     with monkeypatch.context() as patched:
-        patched.setattr(shapes, "build", lambda *_: pytest.fail("nothing is left to load a model for"))
+        patched.setattr(random_models, "build", lambda *_: pytest.fail("nothing is left to load a model for"))
         assert main("trace", *words, *COMMON)[0] == 0
     code, _, err = main("trace", *words, *COMMON, "--contexts", "100,150")
     assert code == 0, err
@@ -193,7 +195,7 @@ def test_retention_is_what_was_held(main: Any, tmp_path: Path) -> None:
         assert held == [0, 1, 2, 3, *range(look["seen"] - (BUDGET - 1 - 4), look["seen"])]
     means = kept[kept["policy"] == "indexmem_pp"].groupby("seen")["positions"].apply(lambda held: held.map(len).mean())
     assert (means < BUDGET).all()
-    assert not plot_trace.retention_map(kept).empty
+    assert not trace.retention_map(kept).empty
 
 
 def test_nothing_is_kept_of_retention_where_it_is_not_asked_for(main: Any, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_a_text_is_read_and_gone_on_with(main: Any, monkeypatch: pytest.MonkeyPa
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and then it rests. " * 20)
     fed: list[list[list[int]]] = []
     plain = Feeder.feed
-    monkeypatch.setattr(trace_cell.Measuring, "warm", lambda *_: None)
+    monkeypatch.setattr(Measuring, "warm", lambda *_: None)
 
     def feed(self: Feeder, cache: Any, tokens: list[list[int]], starts: Any) -> Any:
         fed.append(tokens)
@@ -216,9 +218,9 @@ def test_a_text_is_read_and_gone_on_with(main: Any, monkeypatch: pytest.MonkeyPa
     words = ("--policies", "streaming_llm,dms", "--budget", "60%", "--contexts", 160, "--new-tokens", 4)
     code, _, err = main("trace", *words, "--text", "text.txt", "--dtype", "float32", "--chunk", 100, "--out", "t")
     assert code == 0, err
-    from evictbench import models
+    from evictbench.models import load
 
-    tokens = models.load_tokenizer(models.resolve("smollm2"))((tmp_path / "text.txt").read_text())["input_ids"]
+    tokens = load.load_tokenizer(load.resolve("smollm2"))((tmp_path / "text.txt").read_text())["input_ids"]
     one = [tokens[:100], tokens[100:160], *([token] for token in tokens[160:164])]
     assert [rows[0] for rows in fed] == one * 3
     about, steps = read_trace(tmp_path / "t")

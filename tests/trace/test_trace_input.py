@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench import machine, shapes
-from evictbench.trace_cell import read_weights
-from evictbench.trace_settings import Settings, check
+from evictbench.models import machine, random_models
+from evictbench.trace.cell import read_weights
+from evictbench.trace.settings import Settings, check
 
 TINY = ("--model", "shape:tiny")
 
@@ -49,7 +49,7 @@ BAD = [
 def test_bad_input_is_a_sentence(
     main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: Any, sentence: str
 ) -> None:
-    monkeypatch.setattr(shapes, "build", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr(random_models, "build", lambda *_: pytest.fail("a model was made"))
     for folder, file in (("mine", "notes.txt"), ("broken", "trace.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text('{"cells": ')
@@ -72,7 +72,7 @@ def test_a_text_that_is_too_short_says_by_how_much(main: Any, tmp_path: Path) ->
 
 def test_names_and_numbers_are_refused_with_nothing_heavy_imported(tmp_path: Path) -> None:
     script = (
-        "import sys\nfrom evictbench.cli import main\n"
+        "import sys\nfrom evictbench.cli.app import main\n"
         "try:\n    main(['trace', '--policies', 'h2o', '--contexts', '64', '--budget', '0'])\n"
         "finally:\n    print([name for name in ('torch', 'transformers', 'pandas', 'pyarrow') if name in sys.modules])"
     )
@@ -94,13 +94,13 @@ def test_the_cells_stand_side_by_side_with_the_full_cache_first() -> None:
     assert Settings("h2o", "9", model="shape:qwen3-8b").folder.name.startswith("shape-qwen3-8b-")
 
 
-@pytest.mark.parametrize("name", list(shapes.SHAPES))
+@pytest.mark.parametrize("name", list(random_models.SHAPES))
 def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from evictbench.architecture import check_supported
+    from evictbench.models.supported import check_supported
 
-    shape = shapes.SHAPES[name]
+    shape = random_models.SHAPES[name]
     check_supported(shape.config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)
@@ -112,10 +112,10 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
 
 
 def test_the_bundled_model_has_its_shape() -> None:
-    from evictbench import models
+    from evictbench.models import load
 
-    sizes = shapes.SHAPES["smollm2-135m"].sizes
-    config = models.load_config(models.resolve("smollm2")).to_dict()
+    sizes = random_models.SHAPES["smollm2-135m"].sizes
+    config = load.load_config(load.resolve("smollm2")).to_dict()
     assert {name: config[name] for name in sizes if not name.endswith("token_id")} == {
         name: size for name, size in sizes.items() if not name.endswith("token_id")
     }

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from evictbench.trace_command import TraceLines
-from evictbench.trace_settings import Cell
+from evictbench.cli.trace import TraceLines
+from evictbench.trace.settings import Cell
 
 WORDS = ("trace", "--policies", "h2o", "--budget", "24,48", "--contexts", "64", "--new-tokens", 8, "--out", "t")
 TINY = ("--model", "shape:tiny", "--device", "cpu")

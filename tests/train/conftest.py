@@ -10,8 +10,8 @@ import pytest
 from fakes import SITE, environment, installed
 from toy import TOY
 
-from evictbench.train import train
-from evictbench.train_settings import Settings
+from evictbench.train.run import train
+from evictbench.train.settings import Settings
 
 __all__ = ["environment", "installed"]
 

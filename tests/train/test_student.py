@@ -5,13 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evictbench import attention, student
-from evictbench.cache import EvictionCache
-from evictbench.deadlines import NEVER
-from evictbench.learner import Batch, Training
-from evictbench.policy import ModelShape, NoSettings
+from evictbench.cache import attention
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.policy.base import NoSettings
+from evictbench.policy.deadlines import NEVER
+from evictbench.policy.learner import Batch, Training, Visible
+from evictbench.policy.step import ModelShape
 from evictbench.registry import parse_policy
-from evictbench.student import Following, Visible, attend_visible
+from evictbench.train import sparse_attention
+from evictbench.train.sparse_attention import Following, attend_visible
 from twin.tiny import random_tokens, tiny_model
 
 SCALING = 0.3
@@ -52,11 +54,11 @@ def test_tiles_equal_the_definition(seed, tile, soft, shared):
     if shared:
         deadlines, penalty = deadlines[:, :1], penalty[:, :1]
     penalty = penalty if soft else None
-    before, student.TILE = student.TILE, tile
+    before, sparse_attention.TILE = sparse_attention.TILE, tile
     try:
         found = attend_visible(query, key, value, Visible(deadlines, penalty, window=3), SCALING)
     finally:
-        student.TILE = before
+        sparse_attention.TILE = before
     assert torch.allclose(found, by_definition(query, key, value, deadlines, penalty, window=3), atol=1e-12)
 
 
@@ -65,8 +67,8 @@ def test_the_one_kernel_equals_the_tiles(soft):
     """FlexAttention unfused, as the CPU runs it; the kernel itself needs a GPU."""
     query, key, value, deadlines, penalty = (tensor[:1] for tensor in drawn(3, length=128, width=16))
     visible = Visible(deadlines, penalty if soft else None, window=3)
-    tiles = student._tiled(query, key, value, visible, SCALING)
-    assert torch.allclose(student._flex(query, key, value, visible, SCALING), tiles, atol=1e-6)
+    tiles = sparse_attention._tiled(query, key, value, visible, SCALING)
+    assert torch.allclose(sparse_attention._flex(query, key, value, visible, SCALING), tiles, atol=1e-6)
 
 
 def test_gradients_reach_queries_keys_values_and_penalties():

@@ -6,7 +6,7 @@ import pytest
 from fake_plugins import make_tokenizer
 
 from evictbench.errors import UserError
-from evictbench.train_data import load_blocks, make_blocks, read_texts
+from evictbench.train.data import load_blocks, make_blocks, read_texts
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from toy import GATE, TOY
 
-from evictbench import models, train_loop
 from evictbench.errors import RunFailed, UserError
-from evictbench.learner import Learner
-from evictbench.train_optimise import learning_rate
-from evictbench.train_order import Order
+from evictbench.models import load
+from evictbench.policy.learner import Learner
+from evictbench.train import loop
+from evictbench.train.optimizer import learning_rate
+from evictbench.train.plan import Order
 
 
 def tensors(outcome):
@@ -33,13 +34,13 @@ def same(first, second):
 def trainers(monkeypatch):
     """Every Trainer that is made."""
     made = []
-    plain = train_loop.Trainer.__init__
+    plain = loop.Trainer.__init__
 
     def note(self, *arguments):
         plain(self, *arguments)
         made.append(self)
 
-    monkeypatch.setattr(train_loop.Trainer, "__init__", note)
+    monkeypatch.setattr(loop.Trainer, "__init__", note)
     return made
 
 
@@ -73,7 +74,7 @@ def test_the_statistics_come_from_the_texts(trained, trainers):
 @pytest.mark.parametrize("policy", [None, GATE])
 def test_gradients_reach_the_scorer_and_nothing_else(trained, trainers, monkeypatch, policy):
     reached = []
-    plain = train_loop.Optimisers.step
+    plain = loop.Optimisers.step
 
     def look(self, rate):
         trainer = trainers[-1]
@@ -83,7 +84,7 @@ def test_gradients_reach_the_scorer_and_nothing_else(trained, trainers, monkeypa
             assert not any(parameter.requires_grad for parameter in trainer.model.parameters())
         return plain(self, rate)
 
-    monkeypatch.setattr(train_loop.Optimisers, "step", look)
+    monkeypatch.setattr(loop.Optimisers, "step", look)
     trained(**({} if policy is None else {"policy": policy}))
     assert reached == [True] * 6
 
@@ -99,7 +100,7 @@ def test_fine_tuning_keeps_two_losses_apart(trained, trainers, monkeypatch):
         batch = self.batch([0], 0, "test", 16)
         scorer, model = list(self.learner.parameters()), list(self.pupil.parameters())
         top = self.teacher(batch.tokens)
-        following = train_loop.Following(self.learner.attention(batch))
+        following = loop.Following(self.learner.attention(batch))
         self.pupil(batch.tokens, *top, following).backward()
         assert all(parameter.grad is None for parameter in scorer)
         assert all(parameter.grad is not None for parameter in model)
@@ -114,7 +115,7 @@ def test_fine_tuning_keeps_two_losses_apart(trained, trainers, monkeypatch):
         checked.append(step)
         raise Enough
 
-    monkeypatch.setattr(train_loop.Trainer, "_step", look)
+    monkeypatch.setattr(loop.Trainer, "_step", look)
     with pytest.raises(Enough):
         trained(finetune=True)
     assert checked == [0]
@@ -125,10 +126,10 @@ def test_fine_tuning_brings_the_model_nearer_and_saves_it(trained, tiny):
     assert watch.lines[-1]["kl"] < watch.lines[0]["kl"]
     assert {"kl", "score", "recall", "model_grad_norm"} <= watch.lines[0].keys()
     card = json.loads((outcome.folder / "config.json").read_text())
-    tuned, base = models.resolve(str(outcome.folder / "model")), models.resolve(str(tiny))
-    assert card["finetuned"]["sha256"] == models.weights_hash(tuned)
-    assert card["base_model"]["sha256"] == models.weights_hash(base)
-    new, old = (models.load_model(source, "cpu").state_dict() for source in (tuned, base))
+    tuned, base = load.resolve(str(outcome.folder / "model")), load.resolve(str(tiny))
+    assert card["finetuned"]["sha256"] == load.weights_hash(tuned)
+    assert card["base_model"]["sha256"] == load.weights_hash(base)
+    new, old = (load.load_model(source, "cpu").state_dict() for source in (tuned, base))
     assert new.keys() == old.keys()
     assert not torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
     assert {tensor.dtype for tensor in new.values()} == {tensor.dtype for tensor in old.values()}
@@ -152,7 +153,7 @@ def test_rows_and_passes_are_a_mean_over_the_same_blocks(trained, tmp_path):
 def test_features_are_collected_once_for_every_label_and_budget(trained, tmp_path, monkeypatch):
     _, watch = trained(store=tmp_path / "store")
     assert watch.collections[-1] == (8, 8)
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("the store has everything"))
+    monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the store has everything"))
     second, watch = trained(policy=f"{TOY}:label=max", budget="20", store=tmp_path / "store", out=tmp_path / "max")
     assert watch.collections == []
     assert second.record["variant"] == "max"
@@ -182,7 +183,7 @@ def test_a_finished_training_is_not_done_again(trained):
 @pytest.mark.parametrize("mode", [{}, {"finetune": True}, {"policy": GATE}])
 def test_a_failed_training_goes_on_to_the_same_weights(trained, tmp_path, monkeypatch, mode):
     whole, _ = trained(out=tmp_path / "whole", steps=7, **mode)
-    plain, calls = train_loop.Trainer._step, []
+    plain, calls = loop.Trainer._step, []
 
     def stop(self, step, optimisers):
         calls.append(step)
@@ -190,10 +191,10 @@ def test_a_failed_training_goes_on_to_the_same_weights(trained, tmp_path, monkey
             raise OSError("the machine went away")
         return plain(self, step, optimisers)
 
-    monkeypatch.setattr(train_loop.Trainer, "_step", stop)
+    monkeypatch.setattr(loop.Trainer, "_step", stop)
     with pytest.raises(OSError, match="went away"):
         trained(out=tmp_path / "broken", steps=7, **mode)
-    monkeypatch.setattr(train_loop.Trainer, "_step", plain)
+    monkeypatch.setattr(loop.Trainer, "_step", plain)
     broken, watch = trained(out=tmp_path / "broken", steps=7, **mode)
     assert [line["step"] for line in watch.lines] == [5, 6, 7]
     assert same(tensors(whole), tensors(broken))
@@ -236,7 +237,7 @@ def test_a_learner_that_is_not_stored_gets_model_teacher_and_its_look(trained, t
     assert outcome.record["calibration"] == {"seen": 3}
     assert outcome.record["notes"] == ["It is a toy."]
     assert outcome.record["transferable"]
-    assert trainers[0].learner.began == min(train_loop.LOOKED_AT, trainers[0].plan.train_blocks)
+    assert trainers[0].learner.began == min(loop.LOOKED_AT, trainers[0].plan.train_blocks)
     assert isinstance(trainers[0].learner, Learner)
 
 

@@ -8,29 +8,30 @@ import torch
 from fake_plugins import make_model
 from toy import GATE, TOY, Toy, ToyGate
 
-from evictbench import models, plan, weights
 from evictbench.errors import UserError
-from evictbench.policy import ModelShape
+from evictbench.evaluation import plan
+from evictbench.evaluation.settings import Settings
+from evictbench.models import load, policy_weights
+from evictbench.policy.step import ModelShape
 from evictbench.registry import parse_policy
-from evictbench.settings import Settings
 
 SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=8)
 
 
 def card(**changes):
-    base = {"name": "tiny", "sha256": "sha256:abc", "shape": weights.shape_data(SHAPE)}
+    base = {"name": "tiny", "sha256": "sha256:abc", "shape": policy_weights.shape_data(SHAPE)}
     return {"base_model": base, "transferable": False, "settings": {}, "training": {"steps": 3}} | changes
 
 
 @pytest.fixture
 def folder(tmp_path):
-    weights.save(tmp_path / "toy", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    policy_weights.save(tmp_path / "toy", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
     return tmp_path / "toy"
 
 
 def find(where, policy="toy", shape=SHAPE, sha256="sha256:abc", settings=""):
     chosen = parse_policy((GATE if policy == "toy_gate" else TOY) + settings)
-    return weights.find(chosen.policy(chosen.config), str(where), "tiny", sha256, shape)
+    return policy_weights.find(chosen.policy(chosen.config), str(where), "tiny", sha256, shape)
 
 
 def test_what_is_saved_is_found_again(folder):
@@ -43,11 +44,11 @@ def test_what_is_saved_is_found_again(folder):
 
 def test_the_hash_stands_for_tensors_and_card(folder):
     first = find(folder).sha256
-    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    policy_weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
     assert find(folder).sha256 == first
-    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card())
+    policy_weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card())
     second = find(folder).sha256
-    weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card(calibration={"a": 1}))
+    policy_weights.save(folder, "toy", "mean", {"weight": torch.ones(2, 2, 16) * 2}, card(calibration={"a": 1}))
     assert len({first, second, find(folder).sha256}) == 3
 
 
@@ -76,12 +77,12 @@ def test_a_model_of_the_same_shape_takes_them_and_says_so(folder):
 
 
 def test_the_fine_tuned_model_is_their_own(folder):
-    weights.save(folder, "toy", "mean", {}, card(finetuned={"sha256": "sha256:tuned", "folder": "model"}))
+    policy_weights.save(folder, "toy", "mean", {}, card(finetuned={"sha256": "sha256:tuned", "folder": "model"}))
     assert find(folder, sha256="sha256:tuned").transferred_from is None
 
 
 def test_transferable_ones_load_on_any_shape(folder):
-    weights.save(folder, "toy_gate", "mean", {"bias": torch.zeros(1)}, card(transferable=True))
+    policy_weights.save(folder, "toy_gate", "mean", {"bias": torch.zeros(1)}, card(transferable=True))
     found = find(folder, policy="toy_gate", shape=ModelShape(9, 9, 3, 3), sha256="sha256:other")
     assert found.transferred_from == "tiny"
 
@@ -133,7 +134,7 @@ def test_a_file_is_refused(folder):
 
 def test_numbers_beyond_half_are_refused(tmp_path):
     with pytest.raises(UserError, match="does not fit float16"):
-        weights.save(tmp_path, "toy", "mean", {"weight": torch.full((2,), 1e6)}, card(), half=True)
+        policy_weights.save(tmp_path, "toy", "mean", {"weight": torch.full((2,), 1e6)}, card(), half=True)
 
 
 @pytest.fixture
@@ -142,8 +143,10 @@ def packaged(tmp_path, monkeypatch):
     package = tmp_path / "packaged_toy"
     package.mkdir()
     (package / "__init__.py").write_text("import toy\nclass Toy(toy.Toy): pass\nclass ToyGate(toy.ToyGate): pass\n")
-    weights.save(package / "weights" / "tiny-mean", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
-    weights.save(package / "weights" / "tiny-max", "toy_gate", "max", {"bias": torch.zeros(1)}, card(transferable=True))
+    policy_weights.save(package / "weights" / "tiny-mean", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
+    policy_weights.save(
+        package / "weights" / "tiny-max", "toy_gate", "max", {"bias": torch.zeros(1)}, card(transferable=True)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     import packaged_toy
 
@@ -152,7 +155,7 @@ def packaged(tmp_path, monkeypatch):
 
 
 def test_those_that_come_with_a_policy_are_found(packaged):
-    found = weights.find(packaged.Toy(), None, "tiny", "sha256:abc", SHAPE)
+    found = policy_weights.find(packaged.Toy(), None, "tiny", "sha256:abc", SHAPE)
     assert (found.origin, found.transferred_from) == ("bundled tiny-mean", None)
 
 
@@ -160,12 +163,12 @@ def test_without_any_the_way_to_some_is_named(packaged):
     others = ((packaged.Toy(), "big/model"), (packaged.Toy(Toy.Config("max")), "tiny"), (ToyGate(), "tiny"))
     for policy, model in others:
         with pytest.raises(UserError, match=r"evictbench train --policy toy.* --weights") as raised:
-            weights.find(policy, None, model, "sha256:x", SHAPE)
+            policy_weights.find(policy, None, model, "sha256:x", SHAPE)
         assert model in str(raised.value)
 
 
 def test_transferable_ones_that_come_with_a_policy_serve_any_model(packaged):
-    found = weights.find(packaged.ToyGate(Toy.Config("max")), None, "other", "sha256:x", ModelShape(5, 5, 5, 5))
+    found = policy_weights.find(packaged.ToyGate(Toy.Config("max")), None, "other", "sha256:x", ModelShape(5, 5, 5, 5))
     assert found.transferred_from == "tiny"
 
 
@@ -184,9 +187,9 @@ def planned(tmp_path):
 def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tiny, tmp_path):
     outcome, _ = trained()
     made = planned(tiny, weights=str(outcome.folder))
-    assert torch.equal(made.policy.weight, weights.load(str(outcome.folder)).tensors["weight"])
+    assert torch.equal(made.policy.weight, policy_weights.load(str(outcome.folder)).tensors["weight"])
     assert made.identity["policy"]["weights"] == {
-        "sha256": weights.load(str(outcome.folder)).sha256,
+        "sha256": policy_weights.load(str(outcome.folder)).sha256,
         "variant": "mean",
     }
     other, _ = trained(out=tmp_path / "other", seed=5)
@@ -206,7 +209,7 @@ def test_the_fine_tuned_model_runs_with_its_weights(trained, planned):
     outcome, _ = trained(finetune=True)
     made = planned(outcome.folder / "model", weights=str(outcome.folder))
     assert "transferred_from" not in made.identity["policy"]["weights"]
-    assert made.identity["weights"] == models.weights_hash(models.resolve(str(outcome.folder / "model")))
+    assert made.identity["weights"] == load.weights_hash(load.resolve(str(outcome.folder / "model")))
 
 
 def test_the_card_in_words_says_what_its_data_says(trained):

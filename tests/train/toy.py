@@ -7,10 +7,9 @@ from typing import Literal
 import torch
 
 from evictbench.errors import UserError
-from evictbench.learner import Learner, Losses
-from evictbench.policy import Policy
-from evictbench.student import Visible
-from evictbench.weights import shape_data
+from evictbench.models.policy_weights import shape_data
+from evictbench.policy.base import Policy
+from evictbench.policy.learner import Learner, Losses, Visible
 
 TOY = f"{Path(__file__)}:Toy"
 GATE = f"{Path(__file__)}:ToyGate"

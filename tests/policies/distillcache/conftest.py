@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from evictbench import attention
+from evictbench.cache import attention
 
 
 @pytest.fixture

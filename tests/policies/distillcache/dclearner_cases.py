@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evictbench.budget import Budget
-from evictbench.learner import Batch, Training
 from evictbench.policies.distillcache.learner import learner_for
 from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.reinforce import ReinforceLearner
 from evictbench.policies.distillcache.subset import gumbel_top
 from evictbench.policies.distillcache.supervised import SupervisedLearner
+from evictbench.policy.budget import Budget
+from evictbench.policy.learner import Batch, Training
 
 LENGTH, PROMPT, STEPS = 72, 50, 12
 SHARE = Budget(share=0.6)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from evictbench.models.policy_weights import Weights, shape_data
 from evictbench.policies.distillcache import DistillCache
-from evictbench.policy import ModelShape
-from evictbench.weights import Weights, shape_data
+from evictbench.policy.step import ModelShape
 from twin.cases import Case
 from twin.distillcache import Ranker
 
@@ -26,7 +26,7 @@ def tensors(ranker: Ranker) -> dict[str, Tensor]:
 
 
 def weights(ranker: Ranker, policy: str = "distillcache", shape: ModelShape = SHAPE) -> Weights:
-    """As `evictbench.weights` would load them."""
+    """As `evictbench.models.policy_weights` would load them."""
     card = {"policy": policy, "variant": "", "transferable": True, "settings": {}}
     card["base_model"] = {"name": "tiny", "sha256": "0", "shape": shape_data(shape)}
     return Weights({name: tensor.float() for name, tensor in tensors(ranker).items()}, card, "random", "0")

@@ -8,8 +8,8 @@ import torch
 from dclearner_cases import LENGTH, PROMPT, SHARE, STEPS, drawing, probabilities, text
 from torch import Tensor
 
-from evictbench.budget import Budget
 from evictbench.policies.distillcache.rollout import Reading, later_attention
+from evictbench.policy.budget import Budget
 
 
 def masked_logits(model: Any, tokens: list[int], visible: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from dclearner_cases import batch, reinforced, text
 from torch import Tensor
 
-from evictbench import attention
-from evictbench.learner import Learner
+from evictbench.cache import attention
 from evictbench.policies.distillcache.reinforce import returns
 from evictbench.policies.distillcache.rollout import Decision, Episode, Moment
 from evictbench.policies.distillcache.subset import gumbel_top
+from evictbench.policy.learner import Learner
 
 # The surrogate.
 

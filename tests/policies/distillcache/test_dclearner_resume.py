@@ -10,9 +10,10 @@ import pytest
 import torch
 from fakes import SITE
 
-from evictbench import train_loop, weights
-from evictbench.train import Outcome, train
-from evictbench.train_settings import Settings
+from evictbench.models import policy_weights
+from evictbench.train import loop
+from evictbench.train.run import Outcome, train
+from evictbench.train.settings import Settings
 
 METHODS = {
     "reinforce": "method=reinforce,samples=3,horizon=4",
@@ -75,21 +76,21 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     trained: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = trained("whole", method)
-    plain = train_loop.Trainer._step
+    plain = loop.Trainer._step
 
     def stop(self: Any, step: int, optimisers: Any) -> Any:
         if step == 3:
             raise OSError("the machine went away")
         return plain(self, step, optimisers)
 
-    monkeypatch.setattr(train_loop.Trainer, "_step", stop)
+    monkeypatch.setattr(loop.Trainer, "_step", stop)
     with pytest.raises(OSError, match="went away"):
         trained("broken", method)
-    monkeypatch.setattr(train_loop.Trainer, "_step", plain)
+    monkeypatch.setattr(loop.Trainer, "_step", plain)
     stopped = torch.load(tmp_path / "broken" / "checkpoint-2" / "learner.pt", weights_only=True)["learner"]
     broken, lines = trained("broken", method)
     assert [line["step"] for line in lines] == [3, 4, 5]
-    first, second = (weights.load(str(outcome.folder)).tensors for outcome in (whole, broken))
+    first, second = (policy_weights.load(str(outcome.folder)).tensors for outcome in (whole, broken))
     assert all(torch.equal(first[name], second[name]) for name in first)
     learnt = [name for name in first if name.endswith("weight")]
     assert not any(torch.equal(first[name], stopped[f"ranker.{name}"]) for name in learnt)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from dclearner_cases import LENGTH, batch, probabilities, reinforced, supervised, text, training
 
-from evictbench import weights
 from evictbench.errors import UserError
+from evictbench.models import policy_weights
 from evictbench.policies.distillcache.learner import RankerLearner, learner_for
 from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.supervised import _measured
@@ -121,14 +121,14 @@ def test_start_from_weights(model: Any, tmp_path: Path) -> None:
         first.ranker.shift.fill_(3)
     base = {"name": "m", "sha256": "0", "shape": {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}}
     card = {"base_model": base, "settings": {}, "transferable": True, "training": {}, "calibration": {}, "notes": []}
-    weights.save(tmp_path, "distillcache", "", first.export(), card)
+    policy_weights.save(tmp_path, "distillcache", "", first.export(), card)
     learner = reinforced(model, start=str(tmp_path))
     learner.begin(model, [torch.tensor([text()])])
     for name, tensor in first.export().items():
         assert torch.equal(tensor, learner.export()[name])
     settings = learner.card()["settings"]
     assert str(tmp_path) not in str(settings)
-    assert settings["start"] == weights.load(str(tmp_path)).sha256
+    assert settings["start"] == policy_weights.load(str(tmp_path)).sha256
 
 
 # What cannot be.
@@ -146,7 +146,7 @@ def test_refusals(model: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="temperature above 0"):
         Recipe(temperature=0.0)
     base = {"name": "m", "sha256": "0", "shape": {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}}
-    weights.save(tmp_path, "kvpop", "", {"a": torch.zeros(1)}, {"base_model": base})
+    policy_weights.save(tmp_path, "kvpop", "", {"a": torch.zeros(1)}, {"base_model": base})
     with pytest.raises(UserError, match="no ranker"):
         learner_for(training(model, start=str(tmp_path)))
 

@@ -11,15 +11,15 @@ from distilled import weights
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.kernels import TILE_ELEMENTS
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.fidelity import Text, evaluate
-from evictbench.kernels import TILE_ELEMENTS
+from evictbench.generation.fidelity import Text, evaluate
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import ELEMENTS_AT_ONCE
 from evictbench.policies.full import Full
-from evictbench.policy import ModelShape
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from distilled import weights
 
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.generation.batching import admit
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import RECENT
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy import ModelShape, Policy
-from evictbench.rows import admit
+from evictbench.policy.base import Policy
+from evictbench.policy.step import ModelShape
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench import attention
-from evictbench.cache import EvictionCache
-from evictbench.policy import Policy, Shares, Step
+from evictbench.cache import attention
+from evictbench.cache.slots.cache import EvictionCache
+from evictbench.policy.base import Policy, Shares
+from evictbench.policy.step import Step
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
 

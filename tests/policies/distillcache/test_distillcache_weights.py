@@ -14,13 +14,14 @@ from distilled import SHAPE, tensors
 from fakes import installed
 from torch import Tensor
 
-from evictbench import plan, weights
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
+from evictbench.evaluation import plan
+from evictbench.evaluation.settings import Settings
+from evictbench.models import policy_weights
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.kvpop import KVpop
-from evictbench.policy import ModelShape
-from evictbench.settings import Settings
+from evictbench.policy.step import ModelShape
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 
@@ -31,13 +32,15 @@ def saved(folder: Path, changes: Callable[[dict[str, Tensor]], Any] = lambda ten
     """A folder of weights with the random ranker, after `changes` to its tensors."""
     found = {name: tensor.float() for name, tensor in tensors(random_ranker(0)).items()}
     changes(found)
-    base = {"name": "first", "sha256": "abc", "shape": weights.shape_data(SHAPE)}
-    weights.save(folder, "distillcache", "", found, {"settings": {}, "base_model": base, "transferable": True} | card)
+    base = {"name": "first", "sha256": "abc", "shape": policy_weights.shape_data(SHAPE)}
+    policy_weights.save(
+        folder, "distillcache", "", found, {"settings": {}, "base_model": base, "transferable": True} | card
+    )
     return folder
 
 
-def found(folder: Path, shape: ModelShape = SHAPE, sha256: str = "abc") -> weights.Weights:
-    return weights.find(DistillCache(), str(folder), "second", sha256, shape)
+def found(folder: Path, shape: ModelShape = SHAPE, sha256: str = "abc") -> policy_weights.Weights:
+    return policy_weights.find(DistillCache(), str(folder), "second", sha256, shape)
 
 
 def test_saved_weights_rank_as_they_did(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_weights_of_another_kind_are_refused(changes: Any, tmp_path: Path) -> No
 
 def test_those_of_another_policy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="those of distillcache, not of kvpop"):
-        weights.find(KVpop(), str(saved(tmp_path)), "second", "abc", SHAPE)
+        policy_weights.find(KVpop(), str(saved(tmp_path)), "second", "abc", SHAPE)
 
 
 def test_without_weights_nothing_is_ranked() -> None:
@@ -143,7 +146,7 @@ def test_a_run_says_whose_weights_it_used(tmp_path: Path) -> None:
 
 
 def _of(model: Path) -> dict[str, Any]:
-    from evictbench import models
+    from evictbench.models import load
 
-    sha256 = models.weights_hash(models.resolve(str(model)))
-    return {"name": "first", "sha256": sha256, "shape": weights.shape_data(SHAPE)}
+    sha256 = load.weights_hash(load.resolve(str(model)))
+    return {"name": "first", "sha256": sha256, "shape": policy_weights.shape_data(SHAPE)}

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench.budget import Budget
-from evictbench.fidelity import Text, evaluate
+from evictbench.generation.fidelity import Text, evaluate
+from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
-from evictbench.policy import ModelShape
-from evictbench.weights import Weights
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 from twin.dms import sees, separate_marks
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench import attention
+from evictbench.cache import attention
 from evictbench.errors import UserError
-from evictbench.imitation import distance
-from evictbench.learner import Batch, Training
 from evictbench.policies.dms import calibration
 from evictbench.policies.dms.gate import SeparateGate
 from evictbench.policies.dms.learner import DMSLearner, noise
 from evictbench.policies.dms.recipe import Recipe
-from evictbench.policy import ModelShape
-from evictbench.student import attend_visible
+from evictbench.policy.learner import Batch, Training
+from evictbench.policy.step import ModelShape
+from evictbench.train.distillation import distance
+from evictbench.train.sparse_attention import attend_visible
 
 WINDOW, LENGTH, SINKS = 5, 24, 2
 
@@ -149,7 +149,7 @@ def test_the_whole_loss_against_a_pass_with_explicit_masks(model: Any) -> None:
                 output[0, head, i] = logits.softmax(-1) @ value[0, head // 2, : i + 1]
         return output
 
-    from evictbench.taps import tapped
+    from evictbench.cache.hooks import tapped
 
     with torch.no_grad(), tapped(model, {"residual"}, lambda layer, name, hidden: inputs.__setitem__(layer, hidden)):
         student = model(input_ids=tokens(), use_cache=False, dense_attention=attend).logits
@@ -305,7 +305,7 @@ def test_calibration_against_loops(model: Any) -> None:
 
 def _seen(model: Any, gate: SeparateGate, text: Tensor, threshold: float) -> tuple[float, float, float]:
     """Share seen by the queries of the second half, share kept beyond the window, and divergence there."""
-    from evictbench.taps import tapped
+    from evictbench.cache.hooks import tapped
 
     inputs: dict[int, Tensor] = {}
     shares: list[float] = []

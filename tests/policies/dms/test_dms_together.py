@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_dms_twin import feed, gate_weights
 
-from evictbench import paged_board
-from evictbench.paged import PagedCache
+from evictbench.cache.paged import stack
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.generation.batching import admit, release
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy import Arriving, ModelShape
-from evictbench.rows import admit, release
+from evictbench.policy.step import Arriving, ModelShape
 from twin.tiny import random_tokens, tiny_model
 
 
@@ -90,7 +90,7 @@ def sequences(model: Any, policy: DMS, seed: int, rows: int, steps: int) -> list
     window=st.integers(1, 20),
     sinks=st.integers(0, 4),
     gate=st.sampled_from(["head", "layer", "borrowed"]),
-    few=st.sampled_from([0, paged_board.FEW]),
+    few=st.sampled_from([0, stack.FEW]),
     kind=st.sampled_from(["llama", "qwen3"]),
     seed=st.integers(0, 1000),
 )
@@ -99,7 +99,7 @@ def test_all_layers_at_once_are_as_one_by_one(
 ) -> None:
     model = tiny_model(kind)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_board, "FEW", few)
+        patch.setattr(stack, "FEW", few)
         together, apart = (
             sequences(model, build(cls, model, gate, window, sinks, seed), seed, rows, steps)
             for cls in (AtZero, LayerByLayer)

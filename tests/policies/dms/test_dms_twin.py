@@ -10,12 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evictbench.paged import PagedCache
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.allotment import Calibration
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy import ModelShape
-from evictbench.weights import Weights
+from evictbench.policy.step import ModelShape
 from twin.dms import borrowed, sees, separate_marks
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
@@ -244,7 +244,7 @@ def test_left_padded_batches_in_generate() -> None:
 
 
 def test_rows_come_and_go() -> None:
-    from evictbench.rows import admit, release
+    from evictbench.generation.batching import admit, release
 
     model = tiny_model("llama")
     marks = random_marks(2, 2, 400, 0.7, 7)

@@ -10,8 +10,8 @@ import torch
 from test_dms_twin import Told, random_marks, run
 
 import evictbench.policies.dms as dms
-from evictbench.paged import PagedCache
-from evictbench.pages import NEVER
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.paged.pool import NEVER
 from twin.dms import sees
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model

@@ -9,10 +9,10 @@ import torch
 from indexmem_cases import Case, told
 from torch import Tensor
 
-from evictbench.paged import PagedCache
+from evictbench.cache.paged.cache import PagedCache
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.centroids import starts
-from evictbench.policy import Arriving
+from evictbench.policy.step import Arriving
 from twin.indexmem_pp_run import Run, Told
 
 

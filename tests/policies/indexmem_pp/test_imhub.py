@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench import hub, weights
+from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models import policy_weights
 from evictbench.policies.indexmem_pp import IndexMem
 from evictbench.policies.indexmem_pp.scorer import scorers
-from evictbench.policy import ModelShape
+from evictbench.policy.step import ModelShape
 
 SHAPE = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
 WIDTH = 24
@@ -102,8 +103,8 @@ def write(folder: Path, payload: Any, name: str = "final.pt") -> Path:
     return folder
 
 
-def find(where: object, model: str = "Qwen/Qwen3-8B", shape: ModelShape = SHAPE) -> weights.Weights:
-    return weights.find(IndexMem(), str(where), model, "sha256:of-the-model", shape)
+def find(where: object, model: str = "Qwen/Qwen3-8B", shape: ModelShape = SHAPE) -> policy_weights.Weights:
+    return policy_weights.find(IndexMem(), str(where), model, "sha256:of-the-model", shape)
 
 
 @pytest.mark.parametrize("payload", [released(), converted()], ids=["released", "converted"])

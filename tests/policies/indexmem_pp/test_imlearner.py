@@ -11,17 +11,19 @@ import torch
 from fakes import SITE
 from torch import Tensor, nn
 
-from evictbench import attention, train_loop, weights
+from evictbench.cache import attention
+from evictbench.cache.hooks import tapped
 from evictbench.errors import UserError
-from evictbench.learner import Batch, Training
+from evictbench.models import policy_weights
 from evictbench.policies.indexmem_pp import IndexMem
 from evictbench.policies.indexmem_pp.learner import IndexMemLearner
 from evictbench.policies.indexmem_pp.recipe import Recipe
 from evictbench.policies.indexmem_pp.scorer import scorers
-from evictbench.policy import ModelShape
-from evictbench.taps import tapped
-from evictbench.train import Outcome, train
-from evictbench.train_settings import Settings
+from evictbench.policy.learner import Batch, Training
+from evictbench.policy.step import ModelShape
+from evictbench.train import loop
+from evictbench.train.run import Outcome, train
+from evictbench.train.settings import Settings
 
 SINKS, WINDOW, BETA, LENGTH = 2, 5, 4, 28
 FIRST = SINKS + WINDOW + BETA
@@ -297,7 +299,7 @@ def test_a_training_learns_and_its_weights_are_the_policys(trained: Any, tiny: P
     assert (config["num_hidden_layers"], config["hidden_size"]) == (2, 32)
     shape = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=8, hidden_size=32)
     policy = IndexMem()
-    found = weights.find(policy, str(outcome.folder), "tiny", card["base_model"]["sha256"], shape)
+    found = policy_weights.find(policy, str(outcome.folder), "tiny", card["base_model"]["sha256"], shape)
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float16}
     assert len(scorers(found.tensors, shape)) == 2
     policy.use(found, shape)
@@ -308,20 +310,20 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = trained(out=tmp_path / "whole", steps=5)
-    plain = train_loop.Trainer._step
+    plain = loop.Trainer._step
 
     def stop(self: Any, step: int, optimisers: Any) -> Any:
         if step == 3:
             raise OSError("the machine went away")
         return plain(self, step, optimisers)
 
-    monkeypatch.setattr(train_loop.Trainer, "_step", stop)
+    monkeypatch.setattr(loop.Trainer, "_step", stop)
     with pytest.raises(OSError, match="went away"):
         trained(out=tmp_path / "broken", steps=5)
-    monkeypatch.setattr(train_loop.Trainer, "_step", plain)
+    monkeypatch.setattr(loop.Trainer, "_step", plain)
     broken, lines = trained(out=tmp_path / "broken", steps=5)
     assert [line["step"] for line in lines] == [3, 4, 5]
-    first, second = (weights.load(str(outcome.folder)).tensors for outcome in (whole, broken))
+    first, second = (policy_weights.load(str(outcome.folder)).tensors for outcome in (whole, broken))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -13,10 +13,10 @@ from indexmem_cases import Case, cases
 from indexmem_engine import ToldScores, check, counts, feed, kept, new_cache, policy_of, twin_of
 from torch import Tensor
 
+from evictbench.cache.paged.cache import PagedCache
 from evictbench.errors import UserError
-from evictbench.paged import PagedCache
 from evictbench.policies.indexmem_pp import IndexMem, Settings
-from evictbench.policy import Division
+from evictbench.policy.step import Division
 from twin.indexmem_pp_run import Rules, Run
 from twin.model import dense_forward
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evictbench.pages import NEVER
+from evictbench.cache.paged.pool import NEVER
 from evictbench.policies.indexmem_pp import recursion
 from twin.indexmem_pp import Pool
 from twin.indexmem_pp import deadlines as twin_deadlines

@@ -13,15 +13,15 @@ from indexmem_cases import Case
 from indexmem_engine import feed, first_clusters, kept
 from torch import Tensor
 
-from evictbench.budget import Budget
-from evictbench.fidelity import Text, evaluate
-from evictbench.paged import PagedCache
-from evictbench.paged_means import absorb
+from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.paged.centroids import absorb
+from evictbench.generation.batching import admit, release
+from evictbench.generation.fidelity import Text, evaluate
+from evictbench.models.policy_weights import Weights
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.scorer import Scorer
-from evictbench.policy import ModelShape
-from evictbench.rows import admit, release
-from evictbench.weights import Weights
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 from twin.indexmem_pp import score_and_rate
 from twin.indexmem_pp_run import Rules, Run, Told
 from twin.tiny import random_tokens, tiny_model

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench import future
+from evictbench.policy import future_attention
 from twin import future as twin
 
 Label = Literal["mean", "max"]
@@ -27,7 +27,9 @@ def texts(seed: int, rows: int, kv_heads: int, group: int, length: int, head_dim
 
 def check(query: Tensor, key: Tensor, window: int, label: Label, normalisers: Tensor | None = None) -> None:
     rows, kv_heads, length, _ = key.shape
-    found = future.future_attention(query, key, window=window, scaling=SCALING, label=label, normalisers=normalisers)
+    found = future_attention.future_attention(
+        query, key, window=window, scaling=SCALING, label=label, normalisers=normalisers
+    )
     assert found.shape == (rows, kv_heads, query.shape[1] // kv_heads, length)
     assert found.dtype == torch.float32
     for row in range(rows):
@@ -65,7 +67,7 @@ def test_it_equals_the_dense_definition(
             normalisers + torch.randn(normalisers.shape, generator=torch.Generator().manual_seed(seed))
         ).float()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(future.TILE_ELEMENTS, "cpu", tile)
+        patch.setitem(future_attention.TILE_ELEMENTS, "cpu", tile)
         check(query, key, window, label, normalisers)
 
 
@@ -83,7 +85,7 @@ def test_long_texts_in_the_tiles_it_uses(length: int, window: int, label: Label)
 def test_labels_are_those_of_the_query_head_that_looks_most(seed: int, length: int, window: int, eps: float) -> None:
     query, key = texts(seed, 2, 2, 3, length)
     for label in ("mean", "max"):
-        found = future.future_labels(query, key, window=window, scaling=SCALING, label=label, epsilon=eps)
+        found = future_attention.future_labels(query, key, window=window, scaling=SCALING, label=label, epsilon=eps)
         for row in range(2):
             wanted = twin.future_labels(query[row], key[row], window=window, scaling=SCALING, label=label, eps=eps)
             torch.testing.assert_close(found[row].double(), wanted, atol=1e-5, rtol=1e-5)
@@ -95,7 +97,7 @@ def test_with_keys_that_ask_and_queries_that_answer(length: int, window: int, gi
     """The form that a GPU runs, uncompiled."""
     query, key = texts(length, 2, 2, 2, length)
     normalisers = torch.stack([twin.normalisers(q, k, SCALING) for q, k in zip(query, key, strict=True)]).float()
-    total = future._by_flex_attention(query, key, window, SCALING, normalisers if given else None)
+    total = future_attention._by_flex_attention(query, key, window, SCALING, normalisers if given else None)
     count = (length - window - torch.arange(length)).clamp(min=1)
     for row in range(2):
         dense = twin.future_attention(query[row], key[row], window=window, scaling=SCALING, label="mean")
@@ -117,12 +119,12 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("label", ["mean", "max"])
 def test_no_tensor_is_the_text_squared(label: Label, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(future.TILE_ELEMENTS, "cpu", 2**12)
+    monkeypatch.setitem(future_attention.TILE_ELEMENTS, "cpu", 2**12)
     sizes = []
     for length in (256, 512, 1024):
         query, key = texts(0, 1, 1, 2, length)
         with LargestTensor() as mode:
-            future.future_attention(query, key, window=16, scaling=SCALING, label=label)
+            future_attention.future_attention(query, key, window=16, scaling=SCALING, label=label)
         sizes.append(mode.elements)
     assert sizes[2] <= 2.1 * sizes[1] <= 2.1**2 * sizes[0]
     assert sizes[2] < 1024 * 1024 / 8

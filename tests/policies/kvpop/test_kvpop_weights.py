@@ -9,26 +9,27 @@ import pytest
 import torch
 from learned import random_tensors
 
-from evictbench import weights
 from evictbench.errors import UserError
+from evictbench.models import policy_weights
 from evictbench.policies.kvpop import KVpop, KVpopMLP
-from evictbench.policy import ModelShape, Policy
+from evictbench.policy.base import Policy
+from evictbench.policy.step import ModelShape
 
 SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16)
 BOTH = pytest.mark.parametrize("cls", [KVpop, KVpopMLP])
 
 
 def saved(folder: Path, cls: type[Policy], label: str = "mean") -> Path:
-    base = {"name": "tiny", "sha256": "abc", "shape": weights.shape_data(SHAPE)}
+    base = {"name": "tiny", "sha256": "abc", "shape": policy_weights.shape_data(SHAPE)}
     card = {"settings": {"sinks": 2, "window": 4}, "base_model": base, "transferable": False}
-    weights.save(
+    policy_weights.save(
         folder, cls.name, cls(cls.Config(label=label)).variant, random_tensors(cls.name, SHAPE), card, half=True
     )
     return folder
 
 
-def found(policy: Policy, folder: Path, shape: ModelShape = SHAPE) -> weights.Weights:
-    return weights.find(policy, str(folder), "tiny", "abc", shape)
+def found(policy: Policy, folder: Path, shape: ModelShape = SHAPE) -> policy_weights.Weights:
+    return policy_weights.find(policy, str(folder), "tiny", "abc", shape)
 
 
 @BOTH

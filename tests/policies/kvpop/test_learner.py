@@ -9,16 +9,17 @@ import torch
 from learned import random_tensors
 from torch import Tensor
 
-from evictbench.attention import use
-from evictbench.cache import EvictionCache
+from evictbench.cache.attention import use
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.learner import Batch, Training
+from evictbench.models.policy_weights import Weights
 from evictbench.policies.kvpop import KVpop, KVpopMLP, learner
 from evictbench.policies.kvpop.learner import ScorerLearner
 from evictbench.policies.kvpop.ranking import sequence_deadlines
-from evictbench.policy import ModelShape, Policy
-from evictbench.student import Following
-from evictbench.weights import Weights
+from evictbench.policy.base import Policy
+from evictbench.policy.learner import Batch, Training
+from evictbench.policy.step import ModelShape
+from evictbench.train.sparse_attention import Following
 from twin import dense_forward, tiny_model
 from twin import future as future_twin
 from twin import kvpop as twin

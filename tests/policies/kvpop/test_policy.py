@@ -11,14 +11,15 @@ from learned import random_fit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.generation import Generator, Request
+from evictbench.generation.batching import admit, release
+from evictbench.generation.generator import Generator, Request
 from evictbench.policies.full import Full
 from evictbench.policies.kvpop import KVpop, KVpopMLP
-from evictbench.policy import ModelShape, Policy
-from evictbench.rows import admit, release
+from evictbench.policy.base import Policy
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import ModelShape
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine

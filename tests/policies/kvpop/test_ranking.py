@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evictbench.deadlines import NEVER, static_deadlines
 from evictbench.policies.kvpop import ranking
+from evictbench.policy.deadlines import NEVER, static_deadlines
 from twin import kvpop as twin
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from evictbench.policies.kvpop import KVpop, KVpopMLP
 from evictbench.policies.kvpop.delayed import score_leaving
-from evictbench.policy import Entering, Policy, Step
+from evictbench.policy.base import Policy
+from evictbench.policy.step import Entering, Step
 from twin.cases import Case, cases
 
 

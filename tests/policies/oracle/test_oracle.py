@@ -14,16 +14,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from test_twins import check
 from torch import Tensor
 
-from evictbench.budget import Budget
-from evictbench.cache import EvictionCache
+from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
-from evictbench.feeding import Feeder
-from evictbench.fidelity import Comparison, Text, evaluate
-from evictbench.foresight import DenseRun, watch_dense_run
-from evictbench.generation import Generator, Request
+from evictbench.generation.dense_run import watch_dense_run
+from evictbench.generation.fidelity import Comparison, Text, evaluate
+from evictbench.generation.generator import Generator, Request
+from evictbench.generation.runner import Feeder
 from evictbench.policies.full import Full
 from evictbench.policies.oracle import LEAST_LABEL, UNLABELLED, Oracle
-from evictbench.policy import Entering
+from evictbench.policy.budget import Budget
+from evictbench.policy.step import DenseRun, Entering
 from twin import oracle as twin
 from twin.cases import Case
 from twin.oracle import oracle_cases

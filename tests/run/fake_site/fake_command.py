@@ -14,7 +14,7 @@ def note_imports():
 
 
 if __name__ == "__main__":
-    from evictbench.cli import main
+    from evictbench.cli.app import main
 
     if "HEAVY_LOG" in os.environ:
         atexit.register(note_imports)

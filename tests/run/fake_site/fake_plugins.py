@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Policy
-from evictbench.suite import PreparedSuite, Suite
+from evictbench.policy.base import Policy
+from evictbench.suite.spec import PreparedSuite, Suite
 
 HERE = Path(__file__).parent
 WORDS = HERE / "toy_tasks" / "toy_data.py"
@@ -155,7 +155,7 @@ class FakeGenerator:
         yield from reversed([self.answer(one) for one in batch])
 
     def answer(self, request):
-        from evictbench.generation import Completion
+        from evictbench.generation.generator import Completion
 
         if self.fail_at is not None and len(self.seen) >= self.fail_at:
             raise RuntimeError("the machine\nhas caught fire")
@@ -187,7 +187,7 @@ class FakeGenerator:
 
 def install_fake_generator():
     """Let `evictbench run` generate with the fake one; FAKE_PAUSE is in seconds, FAKE_LOG a file of its requests."""
-    import evictbench.run
+    from evictbench.evaluation import run
 
     def load(plan):
         log = os.environ.get("FAKE_LOG")
@@ -196,4 +196,4 @@ def install_fake_generator():
                 file.write(json.dumps({"budget": plan.identity["budget"]}) + "\n")
         return FakeGenerator(plan.tokenizer, pause=float(os.environ.get("FAKE_PAUSE", "0"))), "cpu"
 
-    evictbench.run.load_generator = load
+    run.load_generator = load

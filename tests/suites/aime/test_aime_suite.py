@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.suite import Sampling, SuiteRequest
+from evictbench.suite.spec import Sampling, SuiteRequest
 from evictbench.suites.aime import SUITE
 
 # the spellings of the copies on the hub: HuggingFaceH4, math-ai, Maxwell-Jia, opencompass
@@ -68,7 +68,7 @@ def test_prompts(folder):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from evictbench.tasks import load_tasks, render, score
+    from evictbench.evaluation.tasks import load_tasks, render, score
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     tokenizer.chat_template = CHAT

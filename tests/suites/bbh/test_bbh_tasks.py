@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evictbench import tasks
 from evictbench.errors import UserError
+from evictbench.evaluation import tasks
 from evictbench.suites.bbh import SUITE, grade
 from evictbench.suites.bbh.prepare import documents
 from evictbench.suites.bbh.prompts import from_file, from_lm_eval

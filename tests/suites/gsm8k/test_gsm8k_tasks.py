@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from evictbench import tasks
 from evictbench.errors import UserError
+from evictbench.evaluation import tasks
 from evictbench.suites.gsm8k import SUITE
 from evictbench.suites.gsm8k.prepare import documents
 from evictbench.suites.gsm8k.prompts import examples

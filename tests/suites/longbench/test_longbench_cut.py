@@ -6,8 +6,8 @@ import pytest
 from longbench_records import record, write
 from transformers import PreTrainedTokenizerFast
 
-from evictbench import tasks
 from evictbench.errors import UserError
+from evictbench.evaluation import tasks
 from evictbench.suites.longbench import SUITE
 from evictbench.suites.longbench.cut import Cutter, Text, cut
 from evictbench.suites.longbench.tasks import OFFICIAL, TASKS

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from evictbench import tasks
+from evictbench.evaluation import tasks
 from evictbench.suites.longbench import SUITE
 from evictbench.suites.longbench.tasks import OFFICIAL, TASKS
 from evictbench.suites.longbench.templates import TEMPLATES

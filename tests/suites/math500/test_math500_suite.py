@@ -7,7 +7,7 @@ import json
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.suite import Sampling, SuiteRequest
+from evictbench.suite.spec import Sampling, SuiteRequest
 from evictbench.suites.math500 import SUITE
 
 RECORDS = [
@@ -33,7 +33,7 @@ def write(path, records):
 
 
 def test_data_prompt_and_score(tmp_path):
-    from evictbench.tasks import load_tasks, render, score
+    from evictbench.evaluation.tasks import load_tasks, render, score
 
     write(tmp_path / "MATH-500" / "test.jsonl", RECORDS)
     prepared = SUITE.prepare(request(tmp_path))
@@ -56,7 +56,7 @@ def test_chat_template(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from evictbench.tasks import load_tasks, render
+    from evictbench.evaluation.tasks import load_tasks, render
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     tokenizer.chat_template = (

@@ -1,0 +1,1 @@
+"""The engine: KV caches from which policies evict."""

@@ -1,0 +1,1 @@
+"""A cache of pages: each head keeps as many entries as its policy lets it."""

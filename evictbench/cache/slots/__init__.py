@@ -1,0 +1,1 @@
+"""A cache of fixed slots: the heads of a layer keep equally many entries."""

@@ -1,0 +1,322 @@
+"""The command line. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evictbench import __version__
+from evictbench.cli import options
+from evictbench.cli.results import (
+    DOCTOR_EXAMPLE,
+    GATE_EXAMPLE,
+    LIST_EXAMPLE,
+    PLOT_EXAMPLE,
+    REPORT_EXAMPLE,
+    doctor,
+    gate,
+    listing,
+    plot,
+    report,
+)
+from evictbench.errors import RunFailed, UserError
+
+RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
+SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
+TRACE_EXAMPLE = (
+    "evictbench trace --policies h2o,kvpop --budget 2048 --contexts 2048,8192,32768 --batch-size 1,8 "
+    "--model shape:qwen3-8b"
+)
+TRAIN_EXAMPLE = "evictbench train --policy kvpop --data texts.jsonl --steps 500 --out kvpop-mine"
+EXAMPLES = (
+    RUN_EXAMPLE,
+    SWEEP_EXAMPLE,
+    TRACE_EXAMPLE,
+    TRAIN_EXAMPLE,
+    PLOT_EXAMPLE,
+    REPORT_EXAMPLE,
+    GATE_EXAMPLE,
+    LIST_EXAMPLE,
+    DOCTOR_EXAMPLE,
+)
+
+app = typer.Typer(
+    name="evictbench",
+    help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
+    epilog="\n\n".join(("Examples:", *EXAMPLES)),
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"evictbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    pass
+
+
+@app.command(epilog=f"Example: {RUN_EXAMPLE}")
+def run(
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="A policy, with its settings if need be (h2o:group=max), or one in a file (my_policy.py:MyPolicy)."
+        ),
+    ],
+    suite: Annotated[str, typer.Option(help="The suite of tasks.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Cache entries per KV head that a decode query may see: 256, or 25% of the text."),
+    ] = None,
+    tasks: options.Tasks = None,
+    context: options.Context = None,
+    limit: options.Limit = None,
+    model: options.Model = "smollm2",
+    weights: options.Weights = None,
+    question: options.Question = "default",
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    protocol: options.Protocol = "default",
+    repeats: options.Repeats = None,
+    at: options.At = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    thinking: options.Thinking = "auto",
+    max_new_tokens: options.MaxNewTokens = "auto",
+    chat: options.Chat = "auto",
+    skip_overlong: options.SkipOverlong = False,
+    batch_size: options.BatchSize = 8,
+    seed: options.Seed = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: options.Dtype = "auto",
+    data_dir: options.DataDir = None,
+    haystack: options.Haystack = None,
+    out: options.Out = Path("results/runs"),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run one model on one suite under one policy and budget; what is finished is not run again."""
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
+    from evictbench.cli.run import run_and_show
+    from evictbench.evaluation.settings import Settings
+
+    raise typer.Exit(run_and_show(Settings(**given), as_json, quiet))
+
+
+@app.command(epilog=f"Example: {SWEEP_EXAMPLE}")
+def sweep(
+    call: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help="A YAML file of the same words, and of overrides in some cells.")
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Policies, comma-separated, with their settings; the full cache is added.")
+    ] = None,
+    budgets: Annotated[str | None, typer.Option(help="Budgets, comma-separated: 128,256 or 10%,25%.")] = None,
+    suites: Annotated[str | None, typer.Option(help="Suites, comma-separated.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="local (a worker process on each GPU, or on the CPU) or ray (tasks on a cluster).")
+    ] = "local",
+    shards: Annotated[int, typer.Option(help="Jobs that each cell's documents are dealt to.")] = 1,
+    gpus_per_cell: Annotated[
+        float | None, typer.Option(help="GPUs of each job; with Ray also a part of one (0.5). Default: 1, if any.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells with tokens, memory and time, and run nothing.")
+    ] = False,
+    skip_impossible: Annotated[
+        bool, typer.Option("--skip-impossible", help="Leave out cells that cannot be, such as too small a budget.")
+    ] = False,
+    tasks: options.Tasks = None,
+    context: options.Context = None,
+    limit: options.Limit = None,
+    model: options.Model = "smollm2",
+    weights: options.Weights = None,
+    question: options.Question = "default",
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    protocol: options.Protocol = "default",
+    repeats: options.Repeats = None,
+    at: options.At = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    thinking: options.Thinking = "auto",
+    max_new_tokens: options.MaxNewTokens = "auto",
+    chat: options.Chat = "auto",
+    skip_overlong: options.SkipOverlong = False,
+    batch_size: options.BatchSize = 8,
+    seed: options.Seed = 0,
+    device: Annotated[str, typer.Option(help="auto (every GPU), cpu, or some GPUs: cuda:0,cuda:2.")] = "auto",
+    dtype: options.Dtype = "auto",
+    data_dir: options.DataDir = None,
+    haystack: options.Haystack = None,
+    out: options.Out = Path("results/runs"),
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run every policy at every budget on every suite, the full cache beside them; finished cells are not run again."""
+    given = {name: value for name, value in locals().items() if name not in ("call", "file", "as_json")}
+    from evictbench.cli.sweep import How, sweep_and_show
+
+    how = How(**{field: given.pop(field) for field in How.__dataclass_fields__})
+    # What was not said is left to the file, and to the defaults behind it.
+    words = {name: value for name, value in given.items() if "COMMANDLINE" in str(call.get_parameter_source(name))}
+    raise typer.Exit(sweep_and_show(file, words, how, as_json))
+
+
+@app.command(epilog=f"Example: {TRACE_EXAMPLE}")
+def trace(
+    policies: Annotated[
+        str, typer.Option(help="Policies, comma-separated, with their settings; the full cache is added.")
+    ],
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Cache entries per KV head: 2048, or 25%; several, comma-separated.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Decode steps after each prompt.")] = 128,
+    batch_size: Annotated[str, typer.Option(help="Rows decoded together, comma-separated.")] = "1",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2 (bundled), a folder, a hub id, or random weights of a named shape: shape:qwen3-8b, -4b, "
+            "shape:llama-3.1-8b, shape:mistral-7b, shape:smollm2-135m."
+        ),
+    ] = "smollm2",
+    weights: Annotated[
+        str | None, typer.Option(help="Weights of learned policies: kvpop=FOLDER,dms=FOLDER. A shape needs none.")
+    ] = None,
+    prefill: options.Prefill = "native",
+    chunk: options.Chunk = 512,
+    retention: Annotated[
+        int | None, typer.Option(help="Also note which positions are kept, every so many tokens.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text to read and go on with. Default: tokens drawn from the seed.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tokens and of a shape's weights.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: options.Dtype = "auto",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the trace. Default: one in results/traces for these settings.")
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Measure time and memory of policies beside the full cache, step by step; finished cells are not run again."""
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
+    from evictbench.cli.trace import trace_and_show
+    from evictbench.trace.settings import Settings
+
+    raise typer.Exit(trace_and_show(Settings(**given), as_json, quiet))
+
+
+@app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
+def train(
+    policy: Annotated[str, typer.Option(help="A policy that can be trained, with its settings if need be.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Texts: a file or folder (jsonl, json, parquet, txt), a hub dataset, or the policy's own."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for weights, log and checkpoints.")],
+    model: Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")] = "smollm2",
+    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000,
+    budget: Annotated[str, typer.Option(help="Cache entries per KV head; of a comma list each batch draws one.")] = (
+        "256"
+    ),
+    window: Annotated[int, typer.Option(help="Recent tokens that are always kept.")] = 32,
+    recipe: Annotated[str | None, typer.Option(help="Settings of the policy's own training: ratio=8,ramp=500.")] = None,
+    finetune: Annotated[
+        bool, typer.Option("--finetune", help="Train the model too, to match its dense self under eviction.")
+    ] = False,
+    lr: Annotated[float, typer.Option(help="Highest learning rate of the scorer.")] = 1e-3,
+    model_lr: Annotated[float, typer.Option(help="Learning rate of the model (--finetune).")] = 8e-5,
+    length: Annotated[int, typer.Option(help="Tokens per block of text, at most.")] = 2048,
+    no_pack: Annotated[
+        bool, typer.Option("--no-pack", help="One text a block, left as it is where shorter than --length.")
+    ] = False,
+    blocks: Annotated[int | None, typer.Option(help="Use at most so many blocks. Default: all the steps see.")] = None,
+    held_out: Annotated[
+        int | None, typer.Option(help="Blocks not trained on, for the loss at the end and calibration.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Blocks in one forward pass of one process.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Forward passes to a step.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    weights_dtype: Annotated[str, typer.Option(help="Save the weights as float32 or float16.")] = "float32",
+    store: Annotated[
+        Path | None, typer.Option(help="Folder for features of the frozen model. Default: in --out.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the model's own).")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a learned policy's weights; the same command again goes on where it was stopped."""
+    given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
+    from evictbench.cli.train import train_and_show
+    from evictbench.train.settings import Settings
+
+    raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json, quiet))
+
+
+app.command(epilog=f"Example: {PLOT_EXAMPLE}")(plot)
+app.command(epilog=f"Example: {REPORT_EXAMPLE}")(report)
+app.command(epilog=f"Example: {GATE_EXAMPLE}")(gate)
+app.command(epilog=f"Example: {DOCTOR_EXAMPLE}")(doctor)
+app.add_typer(listing, name="list")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The `evictbench` command: exit code 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(args=words, prog_name="evictbench", standalone_mode=False)
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        code = _say(error)
+    raise SystemExit(code or 0)
+
+
+def _say(error: Exception) -> int:
+    """Print an error as one line; the exit code that goes with it."""
+    if isinstance(error, UserError):
+        text, code = str(error), 2
+    elif hasattr(error, "format_message"):  # the parser's own, whichever package it comes from
+        text, code = error.format_message(), 2
+    else:
+        text, code = str(error), 1
+        if not isinstance(error, RunFailed):
+            text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
+    if text:  # nothing to add where the parser has shown its help
+        typer.echo(f"error: {' '.join(text.split())}", err=True)
+    return code

@@ -1,0 +1,235 @@
+"""A sweep on the screen: what it will take, how far it is (a live table, or plain lines in a file), what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from evictbench.sweep.job import ANSWERING
+from evictbench.terminal.console import loud, say
+from evictbench.terminal.units import human_bytes
+from evictbench.terminal.waiting import EVERY, Waiting, duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.table import Table
+
+    from evictbench.sweep.estimate import Estimate
+    from evictbench.sweep.plan import Impossible
+    from evictbench.sweep.progress import Cell, Progress
+
+COLOURS = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "waiting": "dim"}
+
+
+class SweepTable:
+    """Watches a sweep (`evictbench.sweep.plan.Watcher`) and writes to `console`: a live table on a terminal, else a
+    line for every cell that ends and one for those that run, now and then. Use as a context manager."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self.clock = clock
+        self.live: Live | None = None
+        self.written = clock()
+        self.warned: set[str] = set()
+        self.waiting = Waiting(console)
+
+    def __enter__(self) -> SweepTable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.waiting.end()
+        if self.live is not None:
+            self.live.stop()
+
+    def phase(self, text: str) -> None:
+        """Say what goes on before the first cell."""
+        self.waiting.begin(text)
+
+    def warn(self, sentence: str) -> None:
+        """Write a warning above the table, once."""
+        if sentence not in self.warned:
+            self.warned.add(sentence)
+            loud(self.console).print(
+                f"warning: {sentence}", markup=False, highlight=False, soft_wrap=True, style="yellow"
+            )
+
+    def show(self, progress: Progress) -> None:
+        """Bring the table up to date; in a file, say how far the running cells are, now and then."""
+        self.waiting.end()
+        if self.waiting.on_screen:
+            self._live().update(live_table(progress, self.console.height - 4))
+        elif self.clock() - self.written >= EVERY:
+            self.written = self.clock()
+            say(self.console, in_a_line(progress))
+            for cell in progress.cells:
+                if cell.state == "running":
+                    say(self.console, f"  {cell.title}: {', '.join(filter(None, _row(cell, progress)[3:]))}")
+
+    def ended(self, cell: Cell) -> None:
+        """Say it, where there is no table to show it."""
+        if not self.waiting.on_screen:
+            score = _score(cell)
+            how = cell.sentence if cell.state == "failed" else f"{cell.done}/{cell.total} samples, score {score}"
+            say(self.console, f"{cell.state}: {cell.title}: {how}")
+
+    def _live(self) -> Live:
+        if self.live is None:
+            from rich.live import Live
+
+            self.live = Live(console=self.console, transient=True, refresh_per_second=4, redirect_stdout=False)
+            self.live.start()
+        return self.live
+
+
+def live_table(progress: Progress, height: int) -> Table:
+    """One row a cell; where they do not all fit, those that run or failed, the last done, and how many wait."""
+    table = _new_table("policy", "budget", "suite", "", "samples", "score", "rate", "left")
+    table.title = in_a_line(progress)
+    table.title_justify = "left"
+    rows = list(progress.cells)
+    room = max(4, height - 5)
+    if len(rows) > room:
+        first = [cell for cell in rows if cell.state in ("running", "failed", "stopped")]
+        done = [cell for cell in rows if cell.state == "done"]
+        waiting = [cell for cell in rows if cell.state == "waiting"]
+        space = max(0, room - len(first))
+        latest = done[-(space - space // 3) :] if space > space // 3 else []
+        shown = {id(cell) for cell in [*first[:room], *latest, *waiting[: space // 3]]}
+        table.caption = f"{len(rows) - len(shown)} cells more, {len(waiting)} waiting in all"
+        rows = [cell for cell in rows if id(cell) in shown]
+    for cell in rows:
+        table.add_row(*_row(cell, progress), style=COLOURS[cell.state])
+    return table
+
+
+def in_a_line(progress: Progress) -> str:
+    """ "3/10 cells, 34/100 samples, 1 failed, 2:04 left"."""
+    cells = progress.cells
+    ended = sum(cell.state == "done" for cell in cells)
+    failed = sum(cell.state == "failed" for cell in cells)
+    done, total = sum(cell.done for cell in cells), sum(cell.total for cell in cells)
+    parts = [f"{ended}/{len(cells)} cells", f"{done}/{total} samples"]
+    if failed:
+        parts.append(f"{failed} failed")
+    left = progress.whole_left()
+    if left:
+        parts.append(f"{duration(left)} left")
+    return ", ".join(parts)
+
+
+def result_table(cells: Sequence[Cell]) -> Table:
+    """Every cell's score with its interval, and what it held; in the order of suite, policy, budget."""
+    table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
+    for cell in sorted(cells, key=place):
+        mean = cell.summary.get("mean")
+        values = ("-", "-", f"{cell.done}/{cell.total}", "-", "-")
+        if mean:
+            interval = mean["interval"]
+            count = str(cell.total) if cell.done == cell.total else f"{cell.done}/{cell.total}"
+            values = (
+                f"{100 * mean['score']:.1f}",
+                "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}",
+                count,
+                f"{mean['occupancy_mean']:.0f}",
+                human_bytes(mean["cache_bytes"]),
+            )
+        table.add_row(
+            cell.suite, cell.policy, cell.budget, *values, "" if cell.state == "done" else cell.state, style=None
+        )
+    return table
+
+
+def dry_table(cells: Sequence[Cell], estimates: Sequence[Estimate], impossible: Sequence[Impossible]) -> Table:
+    """Every cell in the order in which it would run, with what it would take."""
+    table = _new_table(
+        "", "policy", "budget", "suite", "samples", "prompt tokens", "answer tokens", "cache", "prompt peak", "time"
+    )
+    for number, (cell, found) in enumerate(zip(cells, estimates, strict=True), start=1):
+        if found.samples:
+            takes = (
+                f"{found.prompt_tokens:,}",
+                f"{found.answer_tokens:,}",
+                human_bytes(found.cache_bytes),
+                human_bytes(found.prompt_bytes),
+                duration(found.seconds),
+            )
+        else:
+            takes = ("finished", "", "", "", "")
+        samples = f"{found.samples}/{cell.total}"
+        table.add_row(str(number), cell.policy, cell.budget, cell.suite, samples, *takes)
+    for one in impossible:
+        settings = one.settings
+        table.add_row("", settings.policy, settings.budget or "", settings.suite, "impossible", *[""] * 5, style="red")
+    return table
+
+
+def as_data(cell: Cell) -> dict[str, Any]:
+    """A cell for JSON."""
+    return {
+        "policy": cell.policy,
+        "budget": cell.budget or None,
+        "suite": cell.suite,
+        "model": cell.plan.model,
+        "state": cell.state,
+        "samples": cell.done,
+        "asked": cell.total,
+        "folder": str(cell.plan.folder),
+        "failure": cell.sentence or None,
+        "summary": cell.summary or None,
+    }
+
+
+def _row(cell: Cell, progress: Progress) -> tuple[str, ...]:
+    """Policy, budget, suite, state, samples, score, rate, time left."""
+    rate = cell.rate(progress.clock())
+    left = progress.left(cell)
+    running = cell.state == "running"
+    phase = next((phase for phase in cell.phases.values() if phase != ANSWERING), "") if running else ""
+    if running and ANSWERING in cell.phases.values():
+        phase = ""
+    return (
+        cell.policy,
+        cell.budget,
+        cell.suite,
+        phase or cell.state,
+        f"{cell.done}/{cell.total}",
+        _score(cell),
+        f"{60 * rate:.3g}/min" if running and rate else "",
+        duration(left) if running and left is not None else "",
+    )
+
+
+def _score(cell: Cell) -> str:
+    """ "41.7 (22.0-61.4)" of a cell that has ended, the mean so far of another."""
+    mean = cell.summary.get("mean")
+    if mean:
+        interval = mean["interval"]
+        spread = "" if interval is None else f" ({100 * interval[0]:.1f}-{100 * interval[1]:.1f})"
+        return f"{100 * mean['score']:.1f}{spread}"
+    score = cell.score()
+    return "-" if score is None else f"{100 * score:.1f}"
+
+
+def place(cell: Cell) -> tuple[Any, ...]:
+    """Sorts cells by suite, policy and budget, the full cache first."""
+    budget = cell.plan.checked.budget
+    size = (0, 0.0) if budget is None else (1, float(budget.tokens or 0)) if budget.tokens else (2, budget.share or 0.0)
+    return cell.suite, budget is not None, cell.policy, size
+
+
+def _new_table(*headings: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    words = {"policy", "suite", ""}
+    for heading in headings:
+        table.add_column(
+            heading, justify="left" if heading in words else "right", overflow="fold", no_wrap=heading not in words
+        )
+    return table

@@ -1,0 +1,135 @@
+"""`evictbench train`: watch a training, say what it reached, where it is and what to type next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from evictbench.cli.progress import LOOKING
+from evictbench.terminal.console import command, console_for, describe, quieten, say
+from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.train.settings import STORE, check
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evictbench.train.plan import Plan
+    from evictbench.train.settings import Settings
+
+_SHOWN = 4
+"""Numbers of a step that the line shows, the first that the learner gives."""
+_NOT_SHOWN = ("step", "tokens", "seconds", "budget", "lr", "grad_norm", "model_grad_norm")
+
+
+def train_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
+    """Train on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
+    quieten()
+    report = console_for(stderr=as_json, quiet=quiet and as_json)
+    words = console_for(stderr=as_json, quiet=quiet)
+    try:
+        with TrainingLine(console_for(stderr=True, quiet=quiet)) as progress:
+            progress.phase(LOOKING)
+            check(settings)  # before anything heavy is imported
+            from evictbench.train.run import MODEL, train
+
+            outcome = train(settings, progress)
+    except KeyboardInterrupt:
+        print(f"Stopped; to go on from the last checkpoint: {command()}", file=sys.stderr)
+        return 130
+    if not outcome.record:  # another process tells
+        return 0
+    if as_json:
+        print(json.dumps(outcome.record, indent=2, ensure_ascii=False))
+    if outcome.before:
+        say(words, f"{outcome.folder} was finished before: nothing to do.")
+    training = outcome.record["training"]
+    for heading, numbers in (("last steps", training["last"]), ("held out", training["held_out"])):
+        if numbers:
+            say(report, f"{heading}: {_numbers(numbers)}")
+    say(words, f"written to {outcome.folder}")
+    model = str(outcome.folder / MODEL) if "finetuned" in outcome.record else settings.model
+    then = ["evictbench", "run", "--policy", settings.policy, "--budget", settings.budget.split(",")[0]]
+    then += ["--model", model, "--suite", "fidelity"]
+    if outcome.learned:
+        then += ["--weights", str(outcome.folder)]
+    say(words, f"next: {shlex.join(then)}")
+    return 0
+
+
+class TrainingLine:
+    """Watches a training (`evictbench.train.loop.Watcher`): a live line on a terminal, plain lines now and then in a
+    file or a pipe. Use as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.waiting = Waiting(console)
+        self.began: float | None = None
+        self.first = 0
+        self.written = time.monotonic()
+
+    def __enter__(self) -> TrainingLine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.waiting.end()
+
+    def phase(self, text: str) -> None:
+        """Something begins that takes a while."""
+        self.waiting.begin(text)
+
+    def planned(self, plan: Plan) -> None:
+        """Say what is about to be trained."""
+        self.waiting.end()
+        settings, checked = plan.settings, plan.checked
+        budgets = ", ".join(map(str, checked.budgets))
+        what = "scorer and model" if settings.finetune else "scorer, the model frozen"
+        if plan.learner.finetune_only:
+            what = "the model"
+        cut = "one text each" if settings.no_pack else "packed"
+        rate = f"{settings.lr:g}" + (f", of the model {settings.model_lr:g}" if settings.finetune else "")
+        rows = (
+            ("policy", f"{checked.chosen.label} ({what})"),
+            ("recipe", ", ".join(f"{name}={value}" for name, value in asdict(checked.recipe).items())),
+            ("model", f"{plan.model}, {plan.dtype}, device {settings.device}"),
+            ("data", f"{', '.join(plan.names)}: {plan.blocks.documents} texts"),
+            ("blocks", f"{plan.train_blocks} of up to {settings.length} tokens ({cut}), {len(plan.held_out)} held out"),
+            ("steps", f"{settings.steps}, budget {budgets}, window {settings.window}, seed {settings.seed}"),
+            ("batch", f"{settings.batch_size} blocks a pass, {settings.accumulate} passes a step, rate {rate}"),
+            ("saved", f"every {settings.save_every} steps, weights in {settings.weights_dtype}"),
+            ("store", str(settings.store or settings.out / STORE)),
+            ("folder", str(settings.out)),
+        )
+        describe(self.console, "train", [(heading, (text,)) for heading, text in rows])
+
+    def collected(self, done: int, total: int) -> None:
+        """Features of so many blocks are on the disk."""
+        self._show(f"features of {done} of {total} blocks", done, total, now=done == total)
+
+    def step(self, line: Mapping[str, Any], steps: int) -> None:
+        """A step is done."""
+        now = time.monotonic()
+        if self.began is None:
+            self.began, self.first = now - line["seconds"], line["step"] - 1
+        pace = (now - self.began) / (line["step"] - self.first)
+        left = duration(pace * (steps - line["step"]))
+        shown = {name: number for name, number in line.items() if name not in _NOT_SHOWN}
+        text = f"step {line['step']} of {steps}  {_numbers(dict(list(shown.items())[:_SHOWN]))}  {left} left"
+        self._show(text, line["step"], steps, now=line["step"] == steps)
+
+    def _show(self, text: str, done: int, total: int, now: bool) -> None:
+        self.waiting.count(text, done, total)
+        if not self.waiting.on_screen and (now or time.monotonic() - self.written >= EVERY):
+            self.written = time.monotonic()
+            say(self.console, text)
+
+
+def _numbers(numbers: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, (int, float)))

@@ -1,0 +1,1 @@
+"""One run of a policy on a suite, from its settings to its summary."""

@@ -1,0 +1,72 @@
+"""The options of a run, and the checks that need no model: names, numbers, words, folders."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    pass
+
+
+Prefill = Literal["native", "dense", "bounded"]
+
+CHOICES = {
+    "question": ("default", "seen", "unseen"),
+    "prefill": get_args(Prefill),
+    "chat": ("auto", "on", "off"),
+    "thinking": ("auto", "on", "off"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+"""Options that take one word of a few."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `evictbench run`, as given. `command()` gives the command line back."""
+
+    policy: str
+    suite: str
+    budget: str | None = None
+    tasks: str | None = None
+    context: int | None = None
+    limit: int | None = None
+    model: str = "smollm2"
+    weights: str | None = None
+    question: str = "default"
+    prefill: Prefill = "native"
+    chunk: int = 512
+    max_new_tokens: str = "auto"
+    chat: str = "auto"
+    protocol: str = "default"
+    repeats: int | None = None
+    at: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    thinking: str = "auto"
+    skip_overlong: bool = False
+    batch_size: int = 8
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    data_dir: Path | None = None
+    haystack: Path | None = None
+    out: Path = Path("results/runs")
+    trust_remote_code: bool = False
+
+    def command(self, **changes: Any) -> str:
+        """The command that runs these settings, with `changes` made to them; defaults are left out."""
+        changed = replace(self, **changes)
+        words = ["evictbench", "run"]
+        for field in fields(self):
+            value = getattr(changed, field.name)
+            option = "--" + field.name.replace("_", "-")
+            if value is True:
+                words.append(option)
+            elif value != field.default:
+                words += [option, shlex.quote(str(value))]
+        return " ".join(words)

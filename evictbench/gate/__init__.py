@@ -1,0 +1,1 @@
+"""Gates: runs held against published numbers and against earlier runs."""

@@ -1,0 +1,100 @@
+"""What a gate asks of runs: do they still hold.
+
+    --published         is what a paper reports of a policy found here, as a share of the full cache's score?
+    --baseline          for code that is meant to change a result: has a score dropped, or a cost risen?
+    --baseline --exact  for code that is not: is every result the same?
+
+Exit code 0: passed. 1: something fails. 2: the runs cannot be used, and a sentence says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evictbench.errors import UserError
+from evictbench.gate.finding import Finding, Request
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def findings(request: Request, phase: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Everything that the request asks; UserError where the runs cannot be used for it. `phase` hears what takes a
+    while."""
+    found = [*_against_baseline(request, phase), *_against_papers(request, phase)]
+    if not found:
+        raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
+    return found
+
+
+def _against_baseline(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
+    baseline = request.baseline
+    if baseline is None:
+        return
+    from evictbench.gate import cells, latency
+
+    if not baseline.is_dir():
+        raise UserError(f"There is no baseline {baseline}: make one with evictbench run --out, and keep it.")
+    cells.folders_apart(request.folder, baseline)
+    traces = request.traces or tuple(latency.traces_in(request.folder))
+    other_traces = request.baseline_traces or tuple(latency.traces_in(baseline))
+    if bool(traces) != bool(other_traces) and not request.exact:
+        side = baseline if traces else request.folder
+        raise UserError(
+            f"There is a trace on one side alone, and none in {side}: name it with "
+            f"{'--baseline-trace' if traces else '--trace'}, or keep traces in a folder apart."
+        )
+    only_traces = not any(_holds_runs(folder) for folder in (request.folder, baseline)) and traces and not request.exact
+    if not only_traces:
+        yield from _runs_against(request, baseline, phase)
+    if traces and not request.exact:
+        phase("comparing the steps of traces")
+        yield from latency.against_traces(traces, other_traces, request.latency_tolerance)
+
+
+def _runs_against(request: Request, baseline: Path, phase: Callable[[str], None]) -> Iterator[Finding]:
+    from evictbench.gate import cells
+    from evictbench.gate.baseline import above_full, against_baseline
+    from evictbench.gate.exact import against_itself
+
+    here, there = _chosen(request, request.folder, phase), _chosen(request, baseline, phase)
+    phase(f"comparing them with those in {baseline}")
+    found = cells.pairs(here, there, exact=request.exact, in_common=request.paired)
+    if request.exact:
+        yield from against_itself(found)
+    else:
+        yield from against_baseline(found, request.tolerance)
+        yield from above_full([pair.here for pair in found], here)
+
+
+def _against_papers(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
+    """Of the cells asked for; the full cache's beside them is taken whether it is asked for or not."""
+    if not request.published:
+        return
+    from evictbench.gate.cells import cells_of
+    from evictbench.gate.published import against_published
+    from evictbench.store.published import read_published
+    from evictbench.store.select import asked
+
+    cells = {cell.name for cell in cells_of(_chosen(request, request.folder, phase))}
+    suites = asked(request.filters).get("suite")
+    phase("comparing them with the numbers of papers")
+    for finding in against_published(request.folder, read_published(), request.tolerance):
+        if finding.cell in cells and (suites is None or finding.suite in suites):
+            yield finding
+
+
+def _chosen(request: Request, folder: Path, phase: Callable[[str], None]) -> pd.DataFrame:
+    phase(f"reading the runs in {folder}")
+    from evictbench.store.frame import read_results
+    from evictbench.store.select import asked, choose
+
+    return choose(read_results(folder, text=False), asked(request.filters))
+
+
+def _holds_runs(folder: Path) -> bool:
+    from evictbench.store.run_folder import RUN
+
+    return next(folder.rglob(RUN), None) is not None

@@ -1,0 +1,202 @@
+"""The cells of two folders of runs, each with its counterpart, and their samples side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.store.frame import KEY
+from evictbench.store.select import BUDGETED, SHARED, said
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from evictbench.stats.paired import Documents
+
+TOLD_APART = tuple(name for name in ("model", *SHARED, *BUDGETED) if name not in ("weights", "results_version"))
+"""Columns that are named where a folder has several cells of one policy, budget and suite."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One policy at one budget on one suite under one protocol.
+
+    name: "h2o @ 256", "full". suite: its name, and what else tells the cell from others in the folder. about: the
+    columns of its run. samples: one row per sample and repeat, as `read_results` has them.
+    """
+
+    name: str
+    suite: str
+    about: Mapping[str, Any]
+    samples: pd.DataFrame
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether it has a budget."""
+        return said(self.about["budget"]) != "none"
+
+    @property
+    def task(self) -> str:
+        """Its task, or "mean" of several."""
+        tasks = self.samples["task"].astype(str).unique()
+        return str(tasks[0]) if len(tasks) == 1 else "mean"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A cell and its counterpart. samples: those that both have, a column of each as <name>_here and <name>_there."""
+
+    here: Cell
+    there: Cell
+    samples: pd.DataFrame
+
+    def documents(self, column: str, side: str) -> Documents:
+        """Each document's mean of a column over its repeats. side: "here" or "there"."""
+        return documents(self.samples, f"{column}_{side}")
+
+
+def documents(samples: pd.DataFrame, column: str) -> dict[tuple[str, int], float]:
+    """(task, doc_id): the mean of a column over its repeats."""
+    found: dict[tuple[str, int], list[float]] = {}
+    rows = zip(*(samples[name].tolist() for name in ("task", "doc_id", column)), strict=True)
+    for task, doc_id, value in rows:
+        found.setdefault((task, doc_id), []).append(float(value))
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def named(policy: object, budget: object) -> str:
+    """A cell in a word: "h2o @ 256", "full"."""
+    return str(policy) if said(budget) == "none" else f"{policy} @ {budget}"
+
+
+def cells_of(samples: pd.DataFrame) -> list[Cell]:
+    """Every cell of a folder. Two copies of a run are one."""
+    runs = samples.drop_duplicates("fingerprint")
+    found = []
+    for mark, part in samples.groupby(samples["fingerprint"].astype(str), sort=False):
+        about = runs[runs["fingerprint"].astype(str) == mark].iloc[0].to_dict()
+        same = runs[(runs["suite"] == about["suite"]) & (runs["policy"] == about["policy"])]
+        same = same[[said(budget) == said(about["budget"]) for budget in same["budget"]]]
+        apart = [name for name in TOLD_APART if len({said(value) for value in same[name]}) > 1]
+        suite = ", ".join([str(about["suite"]), *(f"{name} {said(about[name])}" for name in apart)])
+        found.append(Cell(named(about["policy"], about["budget"]), suite, about, part))
+    return found
+
+
+def pairs(here: pd.DataFrame, there: pd.DataFrame, *, exact: bool = False, in_common: bool = False) -> list[Pair]:
+    """Every cell of the runs with that of the baseline that was made in the same way; both frames from `read_results`.
+
+    exact: versions of results must be the same too. in_common: keep the samples that both have, and not insist that
+    they are the same. Raises UserError for a cell that has no counterpart, and says what differs.
+    """
+    ours, theirs = cells_of(here), cells_of(there)
+    found: list[Pair] = []
+    used: set[str] = set()
+    for cell in ours:
+        other = _counterpart(cell, theirs, exact)
+        if str(other.about["fingerprint"]) in used:
+            raise UserError(f"Two of the runs are {cell.name} on {cell.suite}: take one with --where or in a folder.")
+        used.add(str(other.about["fingerprint"]))
+        found.append(Pair(cell, other, _side_by_side(cell, other, in_common)))
+    for cell in theirs:
+        if str(cell.about["fingerprint"]) not in used:
+            raise UserError(
+                f"The baseline has {cell.name} on {cell.suite}, and the runs have not: run it, or leave it out with "
+                "--policy, --budget, --suite or --where."
+            )
+    return found
+
+
+def _counterpart(cell: Cell, theirs: Sequence[Cell], exact: bool) -> Cell:
+    mine = cell.about
+    same = [
+        other for other in theirs if other.name == cell.name and str(other.about["suite"]) == str(cell.about["suite"])
+    ]
+    if not same:
+        raise UserError(
+            f"The baseline has no {cell.name} on {mine['suite']}: make it, or leave it out with --policy, --budget or "
+            "--suite."
+        )
+    itself = [other for other in same if other.about["fingerprint"] == mine["fingerprint"]]
+    if itself:
+        return itself[0]
+    differing = [list(_differences(cell, other, exact)) for other in same]
+    alike = [other for other, sentences in zip(same, differing, strict=True) if not sentences]
+    if len(alike) > 1:
+        raise UserError(
+            f"The baseline has {len(alike)} runs of {cell.name} on {mine['suite']} that were made in the same way: "
+            "keep one of them in it."
+        )
+    if not alike:
+        nearest = min(differing, key=len)
+        raise UserError(
+            f"{cell.name} on {mine['suite']} cannot be held against the baseline's: {'; '.join(nearest)} "
+            "(there: the baseline)."
+        )
+    return alike[0]
+
+
+def _differences(cell: Cell, other: Cell, exact: bool) -> Iterator[str]:
+    """What tells two runs apart that must be alike, in words."""
+    mine, their = cell.about, other.about
+    if said(mine["weights"]) != said(their["weights"]):
+        models = said(mine["model"]), said(their["model"])
+        yield (
+            f"the model is {models[0]} here and {models[1]} there"
+            if models[0] != models[1]
+            else f"the weights of {models[0]} are not the same"
+        )
+    elif said(mine["weights"]) == "none" and mine["model"] != their["model"]:
+        yield f"the model is {mine['model']} here and {their['model']} there"
+    columns = [name for name in SHARED if name not in ("weights", "results_version")]
+    columns += [*(BUDGETED if cell.budgeted else ()), *(["results_version"] if exact else [])]
+    for name in columns:
+        values = said(mine[name]), said(their[name])
+        if values[0] != values[1]:
+            yield f"{name} is {values[0]} here and {values[1]} there"
+    data = [json.loads(str(about["data"])) for about in (mine, their)]
+    for name in data[0].keys() & data[1].keys():
+        if data[0][name] != data[1][name]:
+            yield f"the data of {name} is not the same"
+    versions = [dict(zip(side.samples["task"], side.samples["task_version"], strict=True)) for side in (cell, other)]
+    for task in sorted(map(str, versions[0].keys() & versions[1].keys())):
+        if versions[0][task] != versions[1][task]:
+            yield f"the version of {task} is {versions[0][task]} here and {versions[1][task]} there"
+
+
+def _side_by_side(here: Cell, there: Cell, in_common: bool) -> pd.DataFrame:
+    frames = [side.samples.assign(task=side.samples["task"].astype(str)) for side in (here, there)]
+    both = frames[0].merge(frames[1], on=KEY, suffixes=("_here", "_there"), how="outer", indicator="which")
+    alone = both[both["which"] != "both"]
+    if len(alone) and not in_common:
+        first = alone.iloc[0]
+        side = "the runs" if first["which"] == "left_only" else "the baseline"
+        raise UserError(
+            f"{here.name} on {here.suite}: {len(alone)} of {len(both)} samples are not in both; document "
+            f"{first['doc_id']} of {first['task']} is in {side} alone. --paired takes those that both have."
+        )
+    both = both[both["which"] == "both"]
+    if both.empty:
+        raise UserError(f"{here.name} on {here.suite}: no document is common to the runs and the baseline.")
+    if "prompt_hash_here" in both and "prompt_hash_there" in both:
+        known = both[["prompt_hash_here", "prompt_hash_there"]].notna().all(axis=1)
+        other = both[known & (both["prompt_hash_here"] != both["prompt_hash_there"])]
+        if len(other):
+            first = other.iloc[0]
+            raise UserError(
+                f"{here.name} on {here.suite}: document {first['doc_id']} of {first['task']} is another prompt here "
+                "than in the baseline, so they are not the same samples."
+            )
+    return both
+
+
+def folders_apart(here: Path, there: Path) -> None:
+    """UserError where one folder is, or is in, the other: runs held against themselves always pass."""
+    first, second = here.resolve(), there.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise UserError(f"The runs in {here} and the baseline in {there} are the same or one in the other.")

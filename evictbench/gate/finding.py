@@ -1,0 +1,64 @@
+"""What a gate says: findings, and what it was asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from evictbench.gate.tolerances import LATENCY_TOLERANCE, TOLERANCE
+from evictbench.store.select import ALL, Filters
+
+if TYPE_CHECKING:
+    pass
+
+
+Status = Literal["passed", "failed", "warning", "reproduced", "below", "above", "not comparable", "too few samples"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One question asked of one cell, and its answer.
+
+    cell: policy @ budget ("h2o @ 256", "full"). quantity: "score", "kl", "ids" (the share of samples with equal
+    tokens), "occupancy", "bytes", "latency" (a step's time over the full cache's), "retention", ... here, there: its
+    value in the runs, and in what they are held against, in its own unit; None where there is none. difference: here -
+    there (KL that must be equal: the largest of any text or part of it), low and high: its 95% interval. p: of the test
+    that decided, corrected for the number of cells. samples: documents that it rests on. why: one sentence. fails: the
+    gate is not passed because of this. finds: the true change for the worse that would have been found in 80 of 100
+    cases, where that is known.
+    """
+
+    status: Status
+    cell: str
+    suite: str
+    task: str
+    quantity: str
+    here: float | None
+    there: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    samples: int
+    why: str
+    fails: bool
+    finds: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `evictbench gate`, as given. traces, baseline_traces: none for those in the two folders."""
+
+    folder: Path
+    published: bool = False
+    baseline: Path | None = None
+    exact: bool = False
+    paired: bool = False
+    tolerance: float = TOLERANCE
+    latency_tolerance: float = LATENCY_TOLERANCE
+    traces: tuple[Path, ...] = ()
+    baseline_traces: tuple[Path, ...] = ()
+    filters: Filters = ALL
+    junit: Path | None = None
+    markdown: Path | None = None

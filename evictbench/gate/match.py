@@ -1,0 +1,210 @@
+"""Which runs a published number speaks of, and what of the protocol is not alike.
+
+Taken for the same: a model under another organisation or in other letters; a budget written another way; a setting of
+the policy that is its default. Not held against a run, for they move the score and its full cache's alike or only say
+how sure it is: dtype, batch size, how many documents and how many answers to each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.policy.budget import Budget
+from evictbench.registry import LM_EVAL, load_policy, load_suite, parse_policy
+from evictbench.store.select import said
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from evictbench.store.published_number import Published
+
+FULL, MEAN, NATIVE = "full", "mean", "native"
+
+MASKED = "masked"
+"""A prefill that hides what is evicted and stores it all the same: the same answers as without it."""
+
+SCORES = re.compile(r"accuracy|score|match|f1|rouge|pass@1|avg@|average", re.IGNORECASE)
+"""Metrics that a run's score stands for."""
+
+SAME_NAME = ("context", "question", "chat", "chunk")
+"""Fields that a run's record has under the name that a published protocol gives them."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+DECISIVE = ("question", "temperature", "max_new_tokens")
+"""Fields whose absence from a paper is worth a word."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run. run: its columns as `results_frame` has them, None where empty. group: a number that it shares with the
+    runs that differ from it in policy and budget alone. documents: (task, doc_id) to the mean score over repeats.
+    lengths: of each sample its `task`, `token_limit` and `output_tokens`."""
+
+    run: Mapping[str, Any]
+    group: int
+    documents: Mapping[tuple[str, int], float]
+    lengths: pd.DataFrame
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks that it has samples of."""
+        return tuple(dict.fromkeys(task for task, _ in self.documents))
+
+    @property
+    def cell(self) -> str:
+        """Policy @ budget."""
+        return self.run["policy"] if self.run["budget"] is None else f"{self.run['policy']} @ {self.run['budget']}"
+
+
+def arms(folder: Path) -> list[Arm]:
+    """The runs in a folder of results; UserError where there is none."""
+    from evictbench.store.frame import RUN_COLUMNS, read_results
+    from evictbench.store.select import comparable
+
+    samples = read_results(folder, text=False)
+    samples = samples.assign(group=comparable(samples))
+    found = []
+    for _, of_run in samples.groupby("fingerprint", observed=True, sort=False):
+        first = of_run.iloc[0]
+        means = of_run["score"].astype(float).groupby([of_run["task"].astype(str), of_run["doc_id"]]).mean()
+        found.append(
+            Arm(
+                run={name: None if first[name] != first[name] else first[name] for name in RUN_COLUMNS},
+                group=int(first["group"]),
+                documents={(str(task), int(doc_id)): float(mean) for (task, doc_id), mean in means.items()},
+                lengths=of_run[["task", "token_limit", "output_tokens"]],
+            )
+        )
+    return found
+
+
+def full_beside(arm: Arm, among: Sequence[Arm]) -> Mapping[tuple[str, int], float] | None:
+    """The full cache's documents under the same model, protocol and data; None where it was not run."""
+    found: dict[tuple[str, int], float] = {}
+    for other in among:
+        if other.group == arm.group and other.run["policy_name"] == FULL:
+            found |= other.documents
+    return found or None
+
+
+def is_score(entry: Published) -> bool:
+    """Whether a number is a score under a policy, and not the full cache's own, a speed or a perplexity."""
+    return entry.policy != FULL and entry.unit in ("percent", "share") and SCORES.search(entry.metric) is not None
+
+
+def speaks_of(entry: Published, arm: Arm) -> bool:
+    """Whether model, policy (by name), budget, suite and task are the run's."""
+    return (
+        entry.suite == arm.run["suite"].removeprefix(LM_EVAL)
+        and _plain(entry.model) == _plain(arm.run["model"])
+        and entry.policy.partition(":")[0] == arm.run["policy_name"]
+        and _budget(entry.budget) == _budget(arm.run["budget"])
+        and (entry.task == MEAN or entry.task in arm.tasks)
+    )
+
+
+def other_settings(entry: Published, arm: Arm) -> list[str]:
+    """A phrase for each setting of the policy that the number's label has otherwise."""
+    try:
+        stated = parse_policy(entry.policy).settings
+    except UserError:
+        same = entry.policy == arm.run["policy"]
+        return [] if same else [f"policy ({arm.run['policy']} here, {entry.policy} there)"]
+    own = json.loads(arm.run["policy_settings"])
+    return [
+        f"{name} of the policy ({said(own[name])} here, {said(value)} there)"
+        for name, value in json.loads(json.dumps(stated, default=str)).items()
+        if name in own and own[name] != value
+    ]
+
+
+def tasks_of(entry: Published, arm: Arm) -> tuple[tuple[str, ...], list[str]]:
+    """The tasks that a number is about, and those of them that the run lacks. A mean is one over the tasks of the
+    suite's preset for that paper, or of its default one where it has none."""
+    if entry.task != MEAN:
+        return (entry.task,), []
+    tasks = _preset(entry) or arm.tasks
+    return tasks, [task for task in tasks if task not in arm.tasks]
+
+
+def protocol_differs(entry: Published, arm: Arm, tasks: Sequence[str]) -> list[str]:
+    """A phrase for each field that the paper states and the run has otherwise."""
+    return [f"{name} ({said(here)} here, {said(there)} there)" for name, here, there in _differing(entry, arm, tasks)]
+
+
+def unsaid(entry: Published) -> list[str]:
+    """The decisive fields that the paper does not state, as far as we know."""
+    return [name for name in DECISIVE if entry.protocol.get(name) is None]
+
+
+def _differing(entry: Published, arm: Arm, tasks: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    stated = {name: value for name, value in entry.protocol.items() if value is not None}
+    for name in SAME_NAME:
+        here = arm.run[name]
+        if name in stated and (here is not None or name == "context") and not _alike(here, stated[name]):
+            yield name, here, stated[name]
+    if "thinking" in stated and not _alike(arm.run["thoughts"], stated["thinking"]):
+        yield "thinking", arm.run["thoughts"], stated["thinking"]
+    greedy = arm.run["temperature"] == 0
+    for name in SAMPLING:
+        idle = greedy and name != "temperature"
+        if name in stated and not idle and not _alike(arm.run[name], stated[name]):
+            yield name, arm.run[name], stated[name]
+    prefill = _prefill(arm)
+    if stated.get("prefill") not in (None, MASKED, prefill):
+        yield "prefill", prefill, stated["prefill"]
+    if "max_new_tokens" in stated:
+        yield from _limit(stated["max_new_tokens"], arm.lengths[arm.lengths["task"].isin(tasks)])
+
+
+def _limit(stated: int, lengths: pd.DataFrame) -> Iterator[tuple[str, Any, Any]]:
+    """Another limit is a difference where an answer came up to the lower of the two."""
+    other = lengths[lengths["token_limit"] != stated]
+    reached = other[other["output_tokens"] >= other["token_limit"].clip(upper=stated)]
+    if len(reached):
+        limits = sorted({int(limit) for limit in reached["token_limit"]})
+        yield "max_new_tokens", limits[0] if len(limits) == 1 else f"{limits[0]} to {limits[-1]}", stated
+
+
+def _prefill(arm: Arm) -> str:
+    """How the prompt was read: where that is the policy's own way, which it is, if the policy is installed."""
+    own = str(arm.run["prefill"])
+    try:
+        return load_policy(arm.run["policy_name"]).prefill if own == NATIVE else own
+    except UserError:
+        return own
+
+
+def _preset(entry: Published) -> tuple[str, ...] | None:
+    """The tasks of the suite's protocol whose source is that paper, or of its default one; None without the suite."""
+    try:
+        suite = load_suite(entry.suite)
+    except UserError:
+        return None
+    for name, protocol in suite.protocols.items():
+        cited = re.split(r"[\s,:(]", protocol.source)[0]
+        if name != "default" and (entry.paper in protocol.source or re.split(r"[\s,:(]", entry.title)[0] == cited):
+            return protocol.tasks
+    default = suite.protocols.get("default")
+    return suite.tasks if default is None else default.tasks
+
+
+def _plain(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].casefold()
+
+
+def _budget(text: str | None) -> Budget | None:
+    return None if text is None else Budget.parse(str(text))
+
+
+def _alike(here: Any, there: Any) -> bool:
+    numbers = [isinstance(value, Real) and not isinstance(value, (bool, str)) for value in (here, there)]
+    return abs(here - there) < 1e-9 if all(numbers) else said(here) == said(there)

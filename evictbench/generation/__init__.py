@@ -1,0 +1,1 @@
+"""Running a model through a cache: prompts one by one, decoding together."""

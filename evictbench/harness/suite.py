@@ -1,0 +1,164 @@
+"""`--suite lm-eval:<task>`: any lm-eval task, group or tag as a suite, its results like any other's.
+
+The task itself makes the prompts and grades (lm_prompts.py), as lm-eval's evaluator would have it do. Around it stands
+a task of ours whose documents are the finished prompts, so that generation goes through the ordinary run;
+log-likelihood tasks bring a generator that scores their choices (lm_choices.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.harness.arguments import SCORED, generation_settings
+from evictbench.harness.prompts import prepare
+from evictbench.suite.spec import GREEDY, Protocol, Sampling, Suite
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+WRAPPER = """\
+# Made for one run: the finished prompts of the lm-eval task of this name.
+task: {name}
+custom_dataset: !function evictbench.harness.prompts.documents
+dataset_path: ""
+dataset_kwargs:
+  task: {name}
+output_type: generate_until
+test_split: test
+doc_to_text: input
+doc_to_target: target
+process_results: !function evictbench.harness.prompts.grade
+metric_list:
+  - metric: score
+    aggregation: mean
+    higher_is_better: true
+generation_kwargs:
+  max_gen_toks: {limit}
+  do_sample: false
+  until: {stop}
+repeats: 1
+metadata:
+  version: {version}
+  chat: false
+"""
+"""`chat: false`: a prompt is in the chat template already where the run asks for that."""
+
+
+def suite_for(name: str) -> Suite:
+    """A suite of one task, group or tag by its lm-eval name, or of the task in a YAML file.
+
+    Raises UserError for an unknown name, and for what cannot be run under a policy.
+    """
+    manager, names = _find(name)
+    configs = {leaf: dict(manager.task_index[leaf].cfg or {}) for leaf in names}
+    kinds = {str(config.get("output_type", "generate_until")) for config in configs.values()}
+    if refused := kinds - {"generate_until", *SCORED}:
+        raise UserError(
+            f"The lm-eval task {name} is of the kind {refused.pop()}, which scores whole texts without a prompt and "
+            "says nothing about eviction: use --suite fidelity for perplexity under a policy."
+        )
+    scores = kinds <= set(SCORED)
+    if not scores and kinds != {"generate_until"}:
+        raise UserError(f"lm-eval's {name} holds tasks that generate and tasks that do not: name some of one kind.")
+    sampling, repeats = _sampling(name, configs)
+    folder = Path(tempfile.mkdtemp(prefix="evictbench-lm-eval-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for leaf, config in configs.items():
+        given = {} if scores else config.get("generation_kwargs") or {}
+        _, limit, stop = generation_settings(given, leaf)
+        version = json.dumps((config.get("metadata") or {}).get("version", 0))
+        text = WRAPPER.format(name=leaf, limit=1 if scores else limit, stop=json.dumps(list(stop)), version=version)
+        (folder / f"{len(list(folder.iterdir()))}.yaml").write_text(text)
+    title = names[0] if name.endswith(".yaml") else name
+    return Suite(
+        name=f"lm-eval-{title}",
+        summary=f"lm-eval's {title}, as it stands",
+        folder=folder,
+        tasks=names,
+        question="seen",
+        context_field=None,
+        default_context=None,
+        default_limit=None,
+        prepare=lambda request: prepare(manager, names, request),
+        protocols={
+            "default": Protocol(source="lm-eval", tasks=names, sampling=sampling, repeats=repeats, chat=False),
+        },
+        generator=_choice_generator if scores else None,
+    )
+
+
+def _choice_generator(plan: Any, load: Callable[[Any], Any]) -> Any:
+    from evictbench.harness.choices import ChoiceGenerator
+
+    return ChoiceGenerator(plan, load(plan))
+
+
+def _find(name: str) -> tuple[TaskManager, tuple[str, ...]]:
+    """The task manager that knows a name, and the tasks that the name stands for."""
+    import logging
+
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if name.endswith(".yaml"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise UserError(f"There is no task file {name}.")
+        manager = TaskManager(include_path=str(path.resolve().parent), include_defaults=False)
+        found = [leaf for leaf, entry in manager.task_index.items() if entry.yaml_path == path.resolve()]
+        if not found:
+            raise UserError(f"The file {name} defines no lm-eval task.")
+        return manager, tuple(_leaves(manager, found[0], found[0]))
+    manager = _own_tasks()
+    if name not in manager.task_index:
+        near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists them."
+        raise UserError(f"lm-eval has no task {name!r}: {hint}")
+    return manager, tuple(dict.fromkeys(_leaves(manager, name, name)))
+
+
+@lru_cache(maxsize=1)
+def _own_tasks() -> TaskManager:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _leaves(manager: TaskManager, name: str, asked: str) -> Iterator[str]:
+    entry = manager.task_index.get(name)
+    kind = entry.kind.name if entry is not None else ""
+    if entry is None or kind == "PY_TASK":
+        raise UserError(
+            f"lm-eval's {asked} holds {name}, which is no task of a YAML file: run it with "
+            "`evictbench-lm-eval --model evictbench`."
+        )
+    if kind == "TASK":
+        yield name
+        return
+    children = sorted(entry.tags) if kind == "TAG" else (entry.cfg or {}).get("task", [])
+    for child in [children] if isinstance(children, str) else children:
+        if not isinstance(child, str):
+            raise UserError(f"lm-eval's {name} changes its tasks in place: name one of its tasks instead.")
+        yield from _leaves(manager, child, asked)
+
+
+def _sampling(name: str, configs: Mapping[str, Mapping[str, Any]]) -> tuple[Sampling, int]:
+    """How the tasks draw their answers, and how often; the filters that count votes are left to maj@k."""
+    found = {
+        (generation_settings(config.get("generation_kwargs") or {}, leaf)[0], int(config.get("repeats") or 1))
+        for leaf, config in configs.items()
+        if config.get("output_type") not in SCORED
+    }
+    if len(found) > 1:
+        raise UserError(f"The tasks of lm-eval's {name} draw their answers in different ways: name them one by one.")
+    sampling, repeats = found.pop() if found else (GREEDY, 1)
+    return sampling, 1 if sampling == GREEDY else repeats

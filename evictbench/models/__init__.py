@@ -1,0 +1,1 @@
+"""Loading models and policy weights, and what is known of the machine."""

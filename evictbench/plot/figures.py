@@ -1,0 +1,196 @@
+"""Drawing the figures of runs from the frames of `plot_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from evictbench.plot.labels import End, label_ends
+from evictbench.plot.style import (
+    BUDGET,
+    PANEL_SIZE,
+    Style,
+    budget_ticks,
+    bytes_axis,
+    legend,
+    new_figure,
+    order,
+    percent_axis,
+    styles,
+    value_axis,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NEUTRAL = {"kl": 0.0, "ppl_ratio": 1.0, "agreement": 1.0}
+"""What the full cache would have, by definition."""
+
+APART, MOST_APART = 2.4, 22.0
+"""Points by which neighbours at one budget are drawn apart, and by which the first and the last are at most."""
+
+
+def against_budget(frame: pd.DataFrame, metric: str, title: str) -> Figure:
+    """Value against budget: a line per policy with its intervals, the full cache as a band, yardsticks dashed."""
+    panels = list(dict.fromkeys(frame["panel"]))
+    figure, all_axes = new_figure(len(panels), PANEL_SIZE if len(panels) > 1 else (6.2, 4.2))
+    drawn = styles(frame["policy"])
+    for axes, panel in zip(all_axes, panels, strict=True):
+        here = frame[frame["panel"] == panel]
+        own = str(here["metric"].iloc[0]) if "metric" in here else metric
+        _lines(axes, here, "entries", drawn)
+        for policy in order(here.loc[here["entries"].isna(), "policy"]):
+            _band(axes, here[here["policy"] == policy].iloc[0], drawn[policy])
+        level = NEUTRAL.get(own) if here["entries"].notna().all() else None
+        if level is not None:
+            axes.axhline(level, color="black", linewidth=1, label="_full")
+        axes.set_xscale("log", base=2)
+        budget_ticks(axes, here)
+        axes.set_xlabel(BUDGET)
+        value_axis(axes, own, here, level)
+        axes.set_title("" if len(panels) == 1 else panel)
+    _finish(figure, all_axes, frame, drawn, title, "entries")
+    return figure
+
+
+def against_bytes(frame: pd.DataFrame, metric: str, title: str) -> Figure:
+    """Value against the bytes that the cache holds, the full cache where its own bytes are."""
+    panels = list(dict.fromkeys(frame["panel"]))
+    figure, all_axes = new_figure(len(panels), PANEL_SIZE if len(panels) > 1 else (6.2, 4.2))
+    drawn = styles(frame["policy"])
+    for axes, panel in zip(all_axes, panels, strict=True):
+        here = frame[frame["panel"] == panel]
+        _lines(axes, here, "cache_bytes", drawn)
+        axes.set_xscale("log", base=2)
+        low, high = here["cache_bytes"].min(), here["cache_bytes"].max()
+        margin = max(1.25, (3 * low / high) ** 0.5)  # a narrower axis has no room for round numbers
+        axes.set_xlim(low / margin, high * margin)
+        axes.set_xlabel("cache held per sample (logarithmic)")
+        bytes_axis(axes.xaxis)
+        value_axis(axes, metric, here)
+        axes.set_title("" if len(panels) == 1 else panel)
+    _finish(figure, all_axes, frame, drawn, title, "cache_bytes")
+    return figure
+
+
+MODES = (
+    ("repetition", "in a loop", "#5c2465", "xxx"),
+    ("over_long", "over-long (cut off)", "#ec8207", "///"),
+    ("wrong", "wrong", "#c9c9c9", ""),
+)
+"""Column, words, colour and hatching of each way to lose score."""
+
+
+def error_bars(frame: pd.DataFrame, title: str) -> Figure:
+    """Bars of lost score, stacked by how the answers ended; one bar per policy and budget."""
+    panels = list(dict.fromkeys(frame["panel"]))
+    most = max(len(frame[frame["panel"] == panel]) for panel in panels)
+    figure, all_axes = new_figure(len(panels), (5.6, max(2.2, 0.27 * most + 0.9)))
+    for axes, panel in zip(all_axes, panels, strict=True):
+        here = frame[frame["panel"] == panel]
+        rows: list[dict[str, Any]] = here.astype(object).where(here.notna(), None).to_dict("records")
+        left = [0.0] * len(rows)
+        for column, words, colour, hatch in MODES:
+            widths = [row[column] for row in rows]
+            axes.barh(
+                range(len(rows)),
+                widths,
+                left=left,
+                height=0.72,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.5,
+                label=words,
+            )
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(rows)), [" ".join(filter(None, (row["policy"], row["budget"]))) for row in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlim(0, 1)
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", visible=True)
+        percent_axis(axes.xaxis)
+        axes.set_xlabel("score lost (%)")
+        axes.set_title("" if len(panels) == 1 else panel)
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
+    return figure
+
+
+def _lines(axes: Axes, here: pd.DataFrame, x: str, drawn: dict[str, Style]) -> None:
+    """A line with intervals per policy; those at one place are set apart sideways, by points and not in data."""
+    from matplotlib.transforms import ScaledTranslation
+
+    policies = order(here.loc[here[x].notna(), "policy"])
+    for place, policy in enumerate(policies):
+        line = here[(here["policy"] == policy) & here[x].notna()].sort_values(["entries", x])
+        style = drawn[policy]
+        aside = aside_of(x, place, len(policies))
+        moved = axes.transData + ScaledTranslation(aside / 72, 0, axes.figure.dpi_scale_trans)
+        bounded = line[line["low"].notna()]
+        axes.vlines(
+            bounded[x],
+            bounded["low"],
+            bounded["high"],
+            transform=moved,
+            color=style.colour,
+            linewidth=1,
+            alpha=0.55,
+            label="_interval",
+        )
+        axes.plot(
+            line[x],
+            line["value"],
+            transform=moved,
+            linewidth=1.6 if not style.yardstick else 1.2,
+            markersize=5.5,
+            label=policy,
+            **style.kwargs(),
+        )
+
+
+def aside_of(x: str, place: int, count: int) -> float:
+    """Points by which the line at this place of so many is drawn to the right of its data: policies share budgets.
+    Bytes are measured, and stay where they are."""
+    return 0.0 if x != "entries" else (place - (count - 1) / 2) * min(APART, MOST_APART / max(1, count - 1))
+
+
+def _band(axes: Axes, row: Any, style: Style) -> None:
+    """A policy without a budget: a level line, and its interval as a band."""
+    if row["low"] == row["low"] and row["low"] is not None:
+        axes.axhspan(row["low"], row["high"], color=style.colour, alpha=0.1, linewidth=0, label="_band")
+    axes.axhline(row["value"], color=style.colour, linewidth=1.2, label=row["policy"])
+
+
+def _finish(
+    figure: Figure, all_axes: Sequence[Axes], frame: pd.DataFrame, drawn: dict[str, Style], title: str, x: str
+) -> None:
+    """Names beside the lines of a single panel, or a legend outside of several; the title above."""
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
+    if len(all_axes) > 1:
+        legend(figure, all_axes, drawn)
+        return
+    (axes,) = all_axes
+    ends = []
+    beside = order(frame.loc[frame[x].notna(), "policy"])
+    for policy in order(frame["policy"]):
+        line = frame[(frame["policy"] == policy)].sort_values(x)
+        last = line[line[x].notna()].iloc[-1:] if line[x].notna().any() else line.iloc[-1:]
+        place = None if last[x].isna().all() else float(last[x].iloc[0])
+        aside = 0.0 if place is None else aside_of(x, beside.index(policy), len(beside))
+        ends.append(End(policy, place, float(last["value"].iloc[0]), drawn[policy], aside))
+    end_labels(figure, axes, ends)
+
+
+def end_labels(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
+    """Fix the layout with room on the right for the longest name, then write the names."""
+    longest = max(len(end.name) for end in ends)
+    room = (0.45 + 0.078 * longest) / figure.get_figwidth()
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, 0, 1 - room, 1))
+    figure.canvas.draw()
+    figure.set_layout_engine("none")
+    label_ends(axes, ends)

@@ -1,0 +1,1 @@
+"""Intervals, paired differences and power: mathematics alone."""

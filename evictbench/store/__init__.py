@@ -1,0 +1,1 @@
+"""What lies on disk, and reading it back; without torch."""

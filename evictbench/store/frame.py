@@ -1,0 +1,306 @@
+"""Results read back as data frames: one row per sample and repeat, and one per run and task."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.stats.intervals import Interval, mean_interval, spread_interval
+from evictbench.store import run_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+METRIC = "metric_"
+"""What the name of a column begins with that is one of a task's own metrics."""
+
+RUN_COLUMNS = {
+    "suite": "suite",
+    "model": "model, as it was named",
+    "policy": "policy with the settings that differ from its defaults, as --policy takes it",
+    "policy_name": "policy without its settings",
+    "policy_settings": "every setting with its value, as JSON",
+    "policy_source": "hash of the policy's file and of its weights, as JSON; null where it has neither",
+    "budget": "budget as given (256, 25%); null for a policy without one",
+    "protocol": "name of the protocol",
+    "differs": "what the options changed of it, comma-separated",
+    "context": "tokens per sample, where the suite is made to a length",
+    "question": "is the question seen while the context is compressed: seen, unseen",
+    "chat": "whether the chat template is used",
+    "thoughts": "whether the template lets the model think",
+    "temperature": "sampling; 0 is greedy",
+    "top_p": "sampling",
+    "top_k": "sampling; 0 is all tokens",
+    "min_p": "sampling",
+    "max_new_tokens": "a number, card or auto",
+    "card_limit": "tokens that the protocol allows an answer; null where each task says",
+    "prefill": "native, dense or bounded",
+    "chunk": "prompt tokens per forward pass, where that changes the result",
+    "dtype": "dtype of the model",
+    "weights": "hash of the model's weights",
+    "seed": "seed of data and sampling",
+    "results_version": "version of evictbench's results; two versions never mix",
+    "data": "the data files with their hashes, as JSON",
+    "fingerprint": "twelve hex digits that stand for all of the above and the tasks and data",
+    "folder": "folder of the run",
+}
+"""Columns that are the same for every sample of a run."""
+
+COLUMNS = RUN_COLUMNS | {
+    "task": "task",
+    "task_version": "version of the task",
+    "doc_id": "number of the document in the task",
+    "repeat": "number of the answer to that document, from 0",
+    "score": "score, in [0, 1]",
+    "metric_<name>": "each metric of the task, in its own unit; null for tasks without it",
+    "answer": "the answer that was graded, where the task names one (with text=True)",
+    "text": "the text that came out (with text=True)",
+    "thinking": "none, closed or unclosed: what became of the thought",
+    "truncated": "stopped by the token limit, or inside a thought",
+    "repetition": "ends in a loop",
+    "prompt_tokens": "tokens of the prompt",
+    "border": "index of the first prompt token after the context, where the context alone is compressed",
+    "prompt_hash": "hash of the prompt's token ids",
+    "output_tokens": "tokens that came out",
+    "token_limit": "tokens allowed",
+    "occupancy_max": "most cache entries per KV head that a decode query saw",
+    "occupancy_mean": "their mean",
+    "cache_bytes": "bytes of the decode cache, this row's share",
+    "prefill_peak_bytes": "most bytes of cache held while the prompt was read",
+    "prefill_seconds": "seconds; for speed, use a trace",
+    "first_token_seconds": "seconds until the first token",
+    "decode_seconds": "seconds of decoding, this row's share",
+    "decode_steps": "forward passes of decoding",
+    "session": "number of the session in run.json (versions, device, commit) that made the sample",
+}
+"""The columns of `evictbench.results(...)`, and what each holds."""
+
+MEANS = (
+    "occupancy_mean",
+    "cache_bytes",
+    "prefill_peak_bytes",
+    "prompt_tokens",
+    "output_tokens",
+    "truncated",
+    "repetition",
+)
+"""Columns of `cells` that are the mean over samples; the shares among them are in [0, 1]."""
+
+KEY = ["task", "doc_id", "repeat"]
+
+_HEAVY = re.compile(rb'"(?:prompt_ids": (?:"[^"]*"|null)|tokens": \[[^\]]*\]|by_position": \{[^}]*\}), ')
+"""Parts of a line that no frame holds. No text can look like one: inside a string each quote has a backslash."""
+
+
+def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
+    """See `evictbench.results`. `folder` may be a results root, one cell, or anything between."""
+    import numpy as np
+    import pandas as pd
+    import pyarrow as pa
+
+    runs = list(_runs(folder))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
+        tables = list(pool.map(lambda run: _samples(Path(run["folder"]), text), runs))
+    lengths = [0 if table is None else table.num_rows for table in tables]
+    found = [table for table in tables if table is not None]
+    if not found:
+        raise UserError(f"No sample is finished yet in {folder}.")
+    try:
+        samples = _flat(pa.concat_tables(found, promote_options="permissive"))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise UserError(f"The runs in {folder} do not go together: {error}.") from error
+    number = np.repeat(np.arange(len(runs)), lengths)
+    common = pd.DataFrame(runs)
+    whole = {name: _spread(common[name], number) for name in RUN_COLUMNS}
+    whole |= _of_task(common["tasks"], samples["task"], number)
+    frame = pd.DataFrame(dict(samples.items()) | whole, copy=False)
+    run = pd.factorize(common["fingerprint"])[0][number]  # a copy of a run is the same run
+    twice = pd.DataFrame({"run": run, **{name: samples[name] for name in KEY}}).duplicated()
+    if twice.any():
+        frame = frame[~twice.to_numpy()].reset_index(drop=True)
+    order = [*RUN_COLUMNS, "task", "task_version", *(name for name in frame if name in samples)]
+    return frame[list(dict.fromkeys(order))]
+
+
+def cells(samples: pd.DataFrame, metric: str = "score") -> pd.DataFrame:
+    """One row per run and task: `metric` (mean), `low` and `high` (its 95% interval, null for fewer than two
+    documents), `documents`, `samples`, `occupancy_max`, the means of `MEANS`, and the run's columns.
+
+    The mean is over documents of each one's mean over its repeats, and the interval takes documents as the independent
+    samples, as `evictbench run` does. metric: a column, or the name of a task's metric; tasks without it are left out.
+    """
+    import pandas as pd
+
+    column = metric_column(samples, metric)
+    kept = samples[samples[column].notna()]
+    group = [kept["fingerprint"].astype(str), kept["folder"].astype(str), kept["task"].astype(str)]
+    documents = kept[column].astype(float).groupby([*group, kept["doc_id"]], sort=True).mean()
+    rows = []
+    for key, values in documents.groupby(level=[0, 1, 2], sort=False):
+        low, high = interval_of(values.tolist(), metric) or (None, None)
+        rows.append((*key, values.mean(), low, high, len(values)))
+    means = kept[[name for name in MEANS if name in kept]].astype(float).groupby(group).mean()
+    means["occupancy_max"] = kept["occupancy_max"].groupby(group).max()
+    means["samples"] = kept["occupancy_max"].groupby(group).size()
+    index = ["fingerprint", "folder", "task"]
+    frame = pd.DataFrame(rows, columns=[*index, metric, "low", "high", "documents"])
+    frame = frame.astype({"low": float, "high": float})
+    means = means.drop(columns=[name for name in means if name == metric])
+    frame = frame.merge(means.rename_axis(index).reset_index(), on=index)
+    of_run = [name for name in (*RUN_COLUMNS, "task", "task_version") if name in kept]
+    first = kept[of_run].drop_duplicates(["fingerprint", "folder", "task"])
+    first = first.astype(dict.fromkeys(index, str))
+    return first.merge(frame, on=index)
+
+
+def interval_of(values: Sequence[float], metric: str) -> Interval | None:
+    """The 95% interval of a mean over documents: a score's stays in [0, 1], another metric's is as wide as it is."""
+    if metric == "score" or all(value in (0, 1) for value in values):
+        return mean_interval(values)
+    return spread_interval(values)
+
+
+def metric_column(samples: pd.DataFrame, metric: str) -> str:
+    """The column of a metric, named as it is or without what its name begins with; UserError if there is none."""
+    from pandas.api.types import is_numeric_dtype
+
+    from evictbench.registry import unknown
+
+    numbers = [name for name in samples if is_numeric_dtype(samples[name])]
+    known = [str(name).removeprefix(METRIC) for name in numbers if name not in RUN_COLUMNS and name not in KEY]
+    for name in (metric, METRIC + metric):
+        if name in numbers and name.removeprefix(METRIC) in known:
+            return name
+    raise unknown("metric", metric, set(known))
+
+
+def _runs(folder: Path) -> Iterator[dict[str, Any]]:
+    """The run columns of every run under a folder."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}.")
+    files = _found(folder, run_folder.RUN)
+    at = {file.parent for file in files}
+    stray = next((file for file in _found(folder, run_folder.SAMPLES) if file.parent not in at), None)
+    if stray is not None:
+        raise UserError(f"{stray.parent} holds samples but no {run_folder.RUN}: move it away.")
+    if not files:
+        raise UserError(f"There are no results in {folder}: make some with evictbench run.")
+    for file in files:
+        run = run_folder.read_run(file.parent)
+        try:
+            yield _run_columns(run, file.parent)
+        except (KeyError, AttributeError, TypeError) as error:
+            raise UserError(f"{file} is damaged ({error} is missing or wrong): move that run away.") from None
+
+
+def _found(folder: Path, name: str) -> list[Path]:
+    """The files of that name below a folder; hidden folders hold what is not finished."""
+    files = sorted(folder.rglob(name))
+    return [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
+
+
+def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    identity = run["identity"]
+    policy, protocol = identity["policy"], identity["protocol"]
+    source = {
+        name: value for name, value in policy.items() if name not in ("name", "label", "settings") and value is not None
+    }
+    columns = {name: identity[name] for name in ("suite", "model", "budget", "dtype", "weights", "seed")}
+    columns |= {name: protocol.get(name) for name in RUN_COLUMNS if name in protocol}
+    columns |= {
+        "policy": policy["label"],
+        "policy_name": policy["name"],
+        "policy_settings": json.dumps(policy["settings"], sort_keys=True),
+        "policy_source": json.dumps(source, sort_keys=True) if source else None,
+        "protocol": protocol.get("name"),
+        "differs": ", ".join(protocol.get("differs", ())),
+        "data": json.dumps(identity["data"], sort_keys=True),
+        "results_version": run["results_version"],
+        "fingerprint": run["fingerprint"],
+        "folder": str(folder),
+    }
+    return {name: columns.get(name) for name in RUN_COLUMNS} | {"tasks": dict(identity["tasks"])}
+
+
+def _samples(folder: Path, text: bool) -> pa.Table | None:
+    """The samples of a run, a torn last line left out; None where there is none."""
+    import io
+
+    import pyarrow as pa
+    import pyarrow.json
+
+    file = folder / run_folder.SAMPLES
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    data = _HEAVY.sub(b"", data[: data.rfind(b"\n") + 1])
+    if not data:
+        return None
+    try:
+        table = pyarrow.json.read_json(
+            io.BytesIO(data), pyarrow.json.ReadOptions(block_size=max(len(data) + 1, 1 << 20))
+        )
+        table.validate(full=True)  # a lone surrogate is no UTF-8
+        needed = [*KEY, "score"]
+        if not set(needed) <= set(table.column_names) or any(table[name].null_count for name in needed):
+            raise pa.ArrowInvalid("a line without a sample's key")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        lines = list(run_folder.read_samples(folder).values())  # says which line is damaged
+        if not lines:
+            return None
+        table = pa.Table.from_pylist([_clean(line) for line in lines])
+    dropped = ["prompt_ids", "tokens", "by_position", *(() if text else ("text", "answer"))]
+    return table.drop_columns([name for name in dropped if name in table.column_names])
+
+
+def _clean(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line with what is no UTF-8 replaced."""
+    return {
+        name: value.encode(errors="replace").decode() if isinstance(value, str) else value
+        for name, value in line.items()
+    }
+
+
+def _flat(table: pa.Table) -> pd.DataFrame:
+    """Each metric in a column of its own."""
+    if "metrics" in table.column_names:
+        metrics = table["metrics"].combine_chunks()
+        table = table.drop_columns(["metrics"])
+        for field in metrics.type:
+            if field.name != "score":  # the score has its own column
+                table = table.append_column(METRIC + field.name, metrics.field(field.name))
+    return table.to_pandas(strings_to_categorical=False)
+
+
+def _spread(column: pd.Series, number: Any) -> Any:
+    """A run's value for each of its samples; words are held once."""
+    import pandas as pd
+    from pandas.api.types import is_numeric_dtype
+
+    if is_numeric_dtype(column):
+        return column.to_numpy()[number]
+    codes, words = pd.factorize(column)
+    return pd.Categorical.from_codes(codes[number], words)
+
+
+def _of_task(versions: pd.Series, task: pd.Series, number: Any) -> dict[str, Any]:
+    """Each sample's task, and the version of it in its run."""
+    import pandas as pd
+
+    codes, names = pd.factorize(task)
+    pairs, distinct = pd.factorize(number * len(names) + codes)
+    of_pair = [versions.iloc[int(pair) // len(names)].get(names[int(pair) % len(names)]) for pair in distinct]
+    return {
+        "task": pd.Categorical.from_codes(codes, names),
+        "task_version": _spread(pd.Series(of_pair, dtype=object).astype(str), pairs),
+    }

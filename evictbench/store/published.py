@@ -1,0 +1,243 @@
+"""Numbers from papers, each with where it stands: results/published/*.yaml read into one flat list.
+
+A file is one paper. What its numbers share is written once, at the file, the table, the column or the row; the closer
+one counts, but notes add up and protocols join. `results/published/README.md` explains the files to those who add one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+from evictbench.errors import UserError
+from evictbench.policy.budget import Budget
+from evictbench.store.published_number import OPTIONAL, PROTOCOL, UNITS, Confidence, Published
+
+__all__ = ["Published", "read_published", "select"]
+
+PACKAGE = "evictbench.results"
+
+OF_A_CELL = ("value", "spread", "retention", "full_elsewhere", "contradiction")
+"""What a row may give as a list, an item for each column."""
+
+WORDS = tuple(field.name for field in fields(Published) if field.name not in ("full", *OF_A_CELL))
+KEYS = {*WORDS, *OF_A_CELL}
+TEXTS = ("paper", "title", "version", "source", "model", "policy", "suite", "task", "metric", "note", "contradiction")
+
+
+def read_published(folder: Path | None = None) -> tuple[Published, ...]:
+    """Every number of every file; folder: None for those that come with evictbench.
+
+    Raises UserError that names the file, the entry and the field where one is missing, unknown or impossible, where
+    an entry is there twice, and where a contradiction has one side only.
+    """
+    place = _installed() if folder is None else folder
+    files = sorted(place.glob("*.yaml"))
+    if not files:
+        raise UserError(f"There are no published numbers in {place}: it holds no .yaml file.")
+    found = tuple(entry for file in files for entry in _of_file(file))
+    for identity, count in Counter(entry.identity for entry in found).items():
+        if count > 1:
+            raise UserError(f"A number is there twice: {', '.join(str(part) for part in identity if part)}.")
+    sides = Counter(entry.contradiction for entry in found if entry.contradiction)
+    for name, count in sides.items():
+        if count < 2:
+            raise UserError(f"The contradiction {name} has one number only: give both, or take the name away.")
+    return found
+
+
+def select(
+    entries: Iterable[Published],
+    policies: Sequence[str] = (),
+    papers: Sequence[str] = (),
+    suites: Sequence[str] = (),
+) -> list[Published]:
+    """Those of these policies (by name, or with settings), papers and suites; an empty list of names is all of them.
+
+    Raises UserError for a name that no entry has, with the nearest one.
+    """
+    from evictbench.registry import unknown
+
+    everything = list(entries)
+    kept = everything
+    wanted = {"policy": policies, "paper": papers, "suite": suites}
+    for field, names in wanted.items():
+        known = {getattr(entry, field) for entry in everything}
+        known |= {label.partition(":")[0] for label in known if field == "policy"}
+        for name in names:
+            if name not in known:
+                raise unknown(f"published {field}", name, known)
+        if names:
+            kept = [entry for entry in kept if {(label := getattr(entry, field)), label.partition(":")[0]} & {*names}]
+    return kept
+
+
+def _installed() -> Path:
+    """The folder beside the package, found without importing it (it has the name of the function `results`)."""
+    from importlib.util import find_spec
+
+    found = find_spec(PACKAGE)
+    for place in (found.submodule_search_locations or ()) if found else ():
+        if (Path(place) / "published").is_dir():
+            return Path(place) / "published"
+    raise UserError("The published numbers are not installed with this copy of evictbench: install it again.")
+
+
+def _of_file(file: Path) -> Iterator[Published]:
+    import yaml
+
+    class Strict(yaml.SafeLoader):  # type: ignore[misc]
+        """YAML as it is, but a field that is written twice in one place is an error and not the second one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            for name, count in Counter(key.value for key, _ in node.value if isinstance(key.value, str)).items():
+                if count > 1:
+                    raise yaml.YAMLError(f"the field {name} is there twice in line {node.start_mark.line + 1}")
+            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+    try:
+        document = yaml.load(file.read_text(encoding="utf-8"), Loader=Strict)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(document, dict) or not isinstance(document.get("tables"), list):
+        raise UserError(f"{file}: the field tables is missing, a list of the paper's tables.")
+    tables = document.pop("tables")
+    for number, table in enumerate(tables, 1):
+        where = f"{file}, table {number}"
+        if not isinstance(table, dict):
+            raise UserError(f"{where} is not a mapping of fields.")
+        where += f" ({table['source']})" if table.get("source") else ""
+        yield from _of_table(where, document, dict(table))
+
+
+def _of_table(where: str, document: Mapping[str, Any], table: dict[str, Any]) -> Iterator[Published]:
+    columns = _columns(where, table.pop("columns", None))
+    rows = table.pop("rows", None)
+    full, name = table.pop("full", None), table.pop("full_row", "full")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{where}: the field rows is missing, a list of the table's rows.")
+    if full is not None:
+        alike = columns if isinstance(full, list) else [{}]  # one number for all columns is one entry
+        yield from _of_row(where, [document, table], alike, {"row": name, "policy": "full", "value": full})
+        table.setdefault("full_elsewhere", full)
+    for row in rows:
+        yield from _of_row(where, [document, table], columns, row)
+
+
+def _columns(where: str, given: Any) -> list[dict[str, Any]]:
+    """The fields of each column; one column without any where the table names none."""
+    if given is None:
+        return [{}]
+    lists = list(given.values()) if isinstance(given, dict) else []
+    if not lists or not all(isinstance(items, list) and 0 < len(items) == len(lists[0]) for items in lists):
+        raise UserError(f"{where}: columns is a mapping of fields to lists, all of one length.")
+    return [dict(zip(given, items, strict=True)) for items in zip(*lists, strict=True)]
+
+
+def _of_row(
+    where: str, outer: Sequence[Mapping[str, Any]], columns: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+) -> Iterator[Published]:
+    row = dict(row)
+    name = row.pop("row", None)
+    where += f", row {name or row.get('policy', '?')}"
+    for number, column in enumerate(columns):
+        own = {key: _cell(where, key, value, number, len(columns)) for key, value in row.items()}
+        above = [
+            {key: _cell(where, key, value, number, len(columns)) for key, value in level.items()} for level in outer
+        ]
+        if own.get("value") is None and isinstance(row.get("value"), list):
+            continue  # an empty cell
+        given = _merged([*above, column, own])
+        if name is not None and "source" in given:
+            given["source"] = f"{given['source']}, row {name}"
+        if given.get("policy") == "full":
+            given |= {"budget": None, "budget_meaning": "", "full_elsewhere": None}
+        yield _checked(where, given)
+
+
+def _cell(where: str, key: str, value: Any, number: int, columns: int) -> Any:
+    if key not in OF_A_CELL or not isinstance(value, list):
+        if key == "value" and columns > 1:
+            raise UserError(f"{where}: value has to be a list of {columns} numbers, one for each column.")
+        return value
+    if len(value) != columns:
+        raise UserError(f"{where}: {key} has {len(value)} items, and there are {columns} columns.")
+    return value[number]
+
+
+def _merged(levels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for level in levels:
+        for key, value in level.items():
+            if key == "protocol" and isinstance(value, dict) and isinstance(merged.get(key, {}), dict):
+                merged[key] = {**merged.get(key, {}), **value}
+            elif key == "note" and merged.get(key):
+                merged[key] = f"{merged[key]} {value}"
+            else:
+                merged[key] = value
+    return merged
+
+
+def _checked(where: str, given: dict[str, Any]) -> Published:
+    """An entry of these fields, or a UserError about one of them."""
+    for name in given:
+        if name not in KEYS:
+            raise UserError(f"{where}: the field {name} is unknown.")
+    if given.get("budget", "") is None:
+        given.setdefault("budget_meaning", "")
+    given["full"] = given.pop("full_elsewhere", None)
+    given = {**OPTIONAL, **given}
+    for field in fields(Published):
+        if field.name not in given:
+            raise UserError(f"{where}: the field {field.name} is missing.")
+    for name in TEXTS:
+        optional = name in OPTIONAL and given[name] in ("", None)
+        if not optional and (not isinstance(given[name], str) or not given[name]):
+            raise UserError(f"{where}: the field {name} has to be a text, not {given[name]!r}.")
+    given["budget"] = _budget(where, given["budget"], given["budget_meaning"])
+    _check_choice(where, "unit", given["unit"], UNITS)
+    _check_choice(where, "confidence", given["confidence"], get_args(Confidence))
+    if not isinstance(given["protocol"], dict):
+        raise UserError(f"{where}: the field protocol has to be a mapping.")
+    for name in given["protocol"]:
+        _check_choice(where, "protocol", name, PROTOCOL)
+    if given["repeats"] is not None and not (type(given["repeats"]) is int and given["repeats"] > 0):
+        raise UserError(f"{where}: the field repeats has to be a whole number above 0, not {given['repeats']!r}.")
+    low, high = UNITS[given["unit"]]
+    for name in ("value", "full"):
+        given[name] = _number(where, name, given[name], low, high, given["unit"])
+    given["spread"] = _number(where, "spread", given["spread"], 0, math.inf, given["unit"])
+    given["retention"] = _number(where, "retention", given["retention"], 0, math.inf, "percent")
+    if given["value"] is None:
+        raise UserError(f"{where}: the field value is empty.")
+    return Published(**given)
+
+
+def _check_choice(where: str, field: str, value: Any, known: Iterable[str]) -> None:
+    if value not in (names := list(known)):
+        raise UserError(f"{where}: {value!r} is no {field}; there are {', '.join(names)}.")
+
+
+def _budget(where: str, budget: Any, meaning: str) -> str | None:
+    if budget is None:
+        return None
+    try:
+        read = Budget.parse(str(budget))
+    except UserError as error:
+        raise UserError(f"{where}: the field budget is {budget!r}. {error}") from None
+    if not meaning:
+        raise UserError(f"{where}: the field budget_meaning is missing.")
+    return str(read)
+
+
+def _number(where: str, field: str, value: Any, low: float, high: float, unit: str) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high:
+        raise UserError(f"{where}: the field {field} is {value!r}, which is no number of {unit}.")
+    return float(value)

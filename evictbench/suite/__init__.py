@@ -1,0 +1,1 @@
+"""What a suite is: its tasks, its protocol, its data."""

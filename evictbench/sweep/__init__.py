@@ -1,0 +1,1 @@
+"""Many runs: a grid of cells on several workers."""

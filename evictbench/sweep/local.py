@@ -1,0 +1,184 @@
+"""Jobs of a sweep on this machine: a worker process on each device, jobs handed out from one queue."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING
+
+from evictbench.errors import UserError
+from evictbench.sweep.job import Ended, Job, Worker
+
+if TYPE_CHECKING:
+    from multiprocessing.context import SpawnProcess
+
+Event = tuple[Job, Ended | None] | None
+"""A job has begun (None) or ended; nothing has, for a while."""
+
+TICK = 0.5
+"""Seconds after which an executor says that nothing has happened."""
+
+PATIENCE = 30.0
+"""Seconds that workers have, once they are asked to stop, to write their summaries."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one worker runs: `--device` of its jobs, and the environment that shows it its own GPUs alone."""
+
+    device: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def places(device: str, gpus_per_cell: int = 1) -> list[Place]:
+    """The places of this machine. device: "auto" (all GPUs, `gpus_per_cell` for each worker; the CPU where there are
+    none), a comma list of GPUs to take them from ("cuda:0,cuda:2"), or one device, which one worker gets."""
+    import torch
+
+    from evictbench.models.devices import SPREAD, check_device
+
+    names = [name.strip() for name in device.split(",") if name.strip()] or ["auto"]
+    for name in names:
+        check_device(name)
+    if names == ["auto"]:
+        names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    if not all(name.startswith("cuda:") for name in names):
+        if len(names) > 1:
+            raise UserError(f"--device {device}: of several devices each has to be a GPU, as in cuda:0,cuda:1.")
+        if gpus_per_cell > 1 and names[0] not in SPREAD:
+            raise UserError(f"--gpus-per-cell {gpus_per_cell} needs GPUs, and the device is {names[0]}.")
+        return [Place(names[0])]
+    if len(set(names)) < len(names):
+        raise UserError(f"--device {device} names a GPU twice.")
+    if gpus_per_cell > len(names):
+        raise UserError(f"--gpus-per-cell {gpus_per_cell} is more than there are: {len(names)} GPU(s).")
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    own = [visible[index] if visible else str(index) for index in (int(name.split(":")[1]) for name in names)]
+    groups = [own[start : start + gpus_per_cell] for start in range(0, len(own), gpus_per_cell)]
+    return [Place("auto", {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups if len(group) == gpus_per_cell]
+
+
+class LocalWorkers:
+    """Runs jobs on the places of this machine."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
+
+    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+        """Do all jobs, and say when each begins and ends. Closing the iterator stops the workers after the step that
+        they are at; their finished samples and summaries are on the disk then."""
+        waiting = deque(jobs)
+        workers = [_Process(place) for place in self.places[: len(jobs)]]
+        try:
+            while waiting or any(worker.job for worker in workers):
+                for worker in workers:
+                    if waiting and worker.job is None:
+                        job = waiting.popleft()
+                        worker.begin(job)
+                        yield job, None
+                busy: dict[object, _Process] = {worker.pipe: worker for worker in workers if worker.job}
+                for pipe in wait([worker.pipe for worker in workers if worker.job], timeout=TICK):
+                    yield busy[pipe].end()
+                yield None
+        finally:
+            for worker in workers:
+                worker.ask_to_stop()
+            for worker in workers:
+                worker.stop()
+
+
+class _Process:
+    """A worker process at a place; it is started when there is a job for it, and again if it has died."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.job: Job | None = None
+        self.process: SpawnProcess | None = None
+        self.pipe: Connection
+
+    def begin(self, job: Job) -> None:
+        """Hand it a job."""
+        if self.process is None:
+            self._start()
+        self.job = job
+        with suppress(OSError):  # it has died while idle; `end` finds out
+            self.pipe.send(job)
+
+    def end(self) -> tuple[Job, Ended]:
+        """Its job and how it ended, once something has come through the pipe."""
+        assert self.process is not None
+        assert self.job is not None
+        job, self.job = self.job, None
+        try:
+            ended = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(PATIENCE)
+            code = self.process.exitcode
+            how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
+            ended = Ended("failed", f"The worker process {how} (signal 9 often is the system, out of memory).")
+            self.process = None
+        else:
+            if ended.spoiled:
+                self.ask_to_stop()
+                self.stop()
+        return job, ended
+
+    def ask_to_stop(self) -> None:
+        """Interrupt its job."""
+        if self.process is not None and self.process.is_alive():
+            self.process.terminate()
+
+    def stop(self) -> None:
+        """Wait for its end, not for ever."""
+        if self.process is None:
+            return
+        try:
+            self.process.join(PATIENCE)
+        finally:  # Ctrl-C once more does not wait
+            self.process.kill()
+            self.process.join()
+        self.process = None
+        self.pipe.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, dict(self.place.environment)), daemon=True)
+        # Ctrl-C reaches every process of the terminal; only the one that shows the sweep is to act on it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        other.close()
+
+
+def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
+    """A worker process: jobs come through the pipe, and how they ended goes back."""
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asks for what Ctrl-C asks of a run
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    from evictbench.terminal.console import quieten
+
+    quieten()
+    worker = Worker()
+    with suppress(KeyboardInterrupt, EOFError, OSError):
+        while True:
+            job = pipe.recv()
+            pipe.send(worker.do(job))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,169 @@
+"""How far each cell of a sweep is, read from the samples on the disk, whoever writes them and wherever."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+from evictbench.store import run_folder
+from evictbench.sweep.grid import shard_folders
+from evictbench.sweep.job import ANSWERING, Job, read_phase
+
+if TYPE_CHECKING:
+    from evictbench.evaluation.plan import Plan
+
+State = Literal["waiting", "running", "done", "failed", "stopped"]
+
+
+@dataclass
+class Cell:
+    """A planned cell, and how far it is. keys: the samples asked for. finished: those that were there from before.
+
+    sentence, trace: of its failure. summary: as in its summary.json, once it has ended.
+    """
+
+    plan: Plan
+    finished: frozenset[run_folder.Key]
+    state: State = "waiting"
+    sentence: str = ""
+    trace: str = ""
+    summary: dict[str, Any] = field(default_factory=dict)
+    phases: dict[Path, str] = field(default_factory=dict)
+    answering_since: float | None = None
+    scores: dict[run_folder.Key, float] = field(default_factory=dict)
+    _read: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.keys = frozenset(planned.key for planned in self.plan.prompts)
+
+    @property
+    def policy(self) -> str:
+        """The policy with its settings."""
+        return self.plan.checked.chosen.label
+
+    @property
+    def budget(self) -> str:
+        """The budget, "" where there is none."""
+        return "" if self.plan.checked.budget is None else str(self.plan.checked.budget)
+
+    @property
+    def suite(self) -> str:
+        """The suite's name."""
+        return self.plan.checked.suite.name
+
+    @property
+    def title(self) -> str:
+        """Policy, budget and suite: "h2o at 256 on ruler"."""
+        return f"{self.policy}{f' at {self.budget}' if self.budget else ''} on {self.suite}"
+
+    @property
+    def total(self) -> int:
+        """Samples asked for."""
+        return len(self.keys)
+
+    @property
+    def done(self) -> int:
+        """Samples asked for that are finished."""
+        return len(self.finished | (self.scores.keys() & self.keys))
+
+    @property
+    def made(self) -> int:
+        """Samples that were finished since this sweep began."""
+        return len((self.scores.keys() & self.keys) - self.finished)
+
+    def score(self) -> float | None:
+        """The mean over tasks of the mean score so far, in [0, 1]."""
+        by_task: dict[str, list[float]] = {}
+        for key, score in self.scores.items():
+            if key in self.keys:
+                by_task.setdefault(key[0], []).append(score)
+        return fmean(fmean(scores) for scores in by_task.values()) if by_task else None
+
+    def read(self) -> None:
+        """Take in the samples that have come since the last time, of the cell and of its shards."""
+        for folder in (self.plan.folder, *shard_folders(self.plan.folder)):
+            for line in self._new_lines(folder / run_folder.SAMPLES):
+                self.scores.setdefault(run_folder.key_of(line), float(line["score"]))
+
+    def look(self, jobs: Sequence[Job], now: float) -> None:
+        """What its workers are doing."""
+        self.phases = {}
+        for job in jobs:
+            note = read_phase(job.folder, job.sweep)
+            if note is not None:
+                self.phases[job.folder] = note["phase"]
+        if self.answering_since is None and ANSWERING in self.phases.values():
+            self.answering_since = now
+
+    def rate(self, now: float) -> float | None:
+        """Samples per second since the first worker began to answer."""
+        if self.answering_since is None or not self.made or now < self.answering_since + 1:
+            return None
+        return self.made / (now - self.answering_since)
+
+    def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        try:
+            with file.open("rb") as stream:
+                stream.seek(self._read.get(file, 0))
+                data = stream.read()
+        except OSError:
+            return
+        whole = data.rfind(b"\n") + 1
+        self._read[file] = self._read.get(file, 0) + whole
+        for raw in data[:whole].splitlines():
+            try:
+                line = json.loads(raw)
+                run_folder.key_of(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # whoever opens the run to write says what is wrong with it
+            yield line
+
+
+@dataclass
+class Progress:
+    """All cells of a sweep. clock: seconds."""
+
+    cells: Sequence[Cell]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+        self.running: dict[int, list[Job]] = {}
+
+    def started(self, job: Job) -> None:
+        """A worker is at a job."""
+        self.running.setdefault(job.cell, []).append(job)
+        cell = self.cells[job.cell]
+        if cell.state == "waiting":
+            cell.state = "running"
+
+    def ended(self, job: Job) -> None:
+        """It is not any more."""
+        jobs = self.running.get(job.cell, [])
+        if job in jobs:
+            jobs.remove(job)
+        self.cells[job.cell].read()
+
+    def update(self) -> None:
+        """Look at every cell that somebody works on."""
+        now = self.clock()
+        for index, jobs in self.running.items():
+            if jobs:
+                self.cells[index].read()
+                self.cells[index].look(jobs, now)
+
+    def left(self, cell: Cell) -> float | None:
+        """Seconds that a cell will take at its rate."""
+        rate = cell.rate(self.clock())
+        return None if rate is None else (cell.total - cell.done) / rate
+
+    def whole_left(self) -> float | None:
+        """Seconds that the sweep will take at the rate of all samples so far, whatever cell they are of."""
+        made = sum(cell.made for cell in self.cells)
+        missing = sum(cell.total - cell.done for cell in self.cells if cell.state in ("waiting", "running"))
+        return (self.clock() - self.began) / made * missing if made else None

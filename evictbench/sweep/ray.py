@@ -1,0 +1,105 @@
+"""Jobs of a sweep on a Ray cluster: each job a task with the GPUs that it asks for, begun again if its worker is lost.
+
+`RAY_ADDRESS` says which cluster ("auto": the one that runs on this node); without it one is started on this machine.
+The results folder has to be on a disk that all nodes share: samples go there, and a task that is begun again goes on
+from them. Ray ends the process of a GPU task with the task, to free the GPU, so there the model is loaded once a job.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from evictbench.errors import UserError
+from evictbench.sweep.job import Ended, Job, Worker, read_phase
+from evictbench.sweep.local import PATIENCE, TICK, Event
+
+RETRIES = 3
+"""How often a job is begun again after its worker was lost."""
+
+
+class RayTasks:
+    """Runs jobs as Ray tasks. gpus: what each asks for; None: one where the cluster has any. Raises UserError where
+    Ray is not installed."""
+
+    def __init__(self, gpus: float | None) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("--executor ray needs Ray, which is not installed: pip install 'evictbench[ray]'.")
+        self.gpus = gpus
+
+    def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
+        """Do all jobs, and say when each begins and ends. Closing the iterator stops the tasks after the step that
+        they are at."""
+        import ray
+
+        mine = not ray.is_initialized()
+        if mine:
+            _connect()
+        gpus = self.gpus
+        if gpus is None:
+            gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0
+        task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)(do_in_task)
+        tasks = {task.options(name=job.title).remote(job): job for job in jobs}
+        begun: set[Job] = set()
+        try:
+            while tasks:
+                ready, _ = ray.wait(list(tasks), timeout=TICK)
+                for job in tasks.values():
+                    if job not in begun and read_phase(job.folder, job.sweep):
+                        begun.add(job)
+                        yield job, None
+                for done in ready:
+                    yield tasks.pop(done), _result(done)
+                yield None
+        finally:
+            for one in tasks:
+                ray.cancel(one)
+            if tasks:
+                ray.wait(list(tasks), num_returns=len(tasks), timeout=PATIENCE)
+            if mine:
+                ray.shutdown()
+
+
+def do_in_task(job: Job) -> Ended:
+    """One job, in a Ray task. The worker stays for later tasks of the same process."""
+    global _worker
+    if _worker is None:
+        from evictbench.terminal.console import quieten
+
+        quieten()
+        _worker = Worker()
+    return _worker.do(job)
+
+
+_worker: Worker | None = None
+
+
+def _connect() -> None:
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    try:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(**quiet)
+        else:
+            ray.init(include_dashboard=False, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"Ray cannot be reached or started: {' '.join(str(error).split())}") from error
+
+
+def _result(done: object) -> Ended:
+    import ray
+
+    try:
+        ended: Ended = ray.get(done)
+    except ray.exceptions.RayTaskError as error:  # before the job itself: is evictbench there, the same as here?
+        last = str(error).strip().splitlines()[-1]
+        return Ended("failed", f"A node of the cluster could not begin it: {last}", str(error))
+    except ray.exceptions.RayError as error:
+        words = " ".join(str(error).split())
+        return Ended("failed", f"Its Ray worker was lost {RETRIES + 1} times: {words}", str(error))
+    return ended

@@ -1,0 +1,1 @@
+"""Memory and latency of prefill and decode."""

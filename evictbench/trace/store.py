@@ -1,0 +1,181 @@
+"""The folder of a trace as it grows: after each cell all of its files are replaced, so that what is there is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.store.trace_files import (
+    MADE_BY,
+    RETENTION,
+    RETENTION_FILE,
+    STEPS,
+    STEPS_FILE,
+    TRACE,
+    Column,
+    arrow_schema,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+LOCK = ".lock"
+
+
+def check_folder(path: Path) -> None:
+    """Raise UserError unless a folder can hold a trace: new, empty, or holding one."""
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise UserError(f"{parent} is a file; a trace needs a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"A trace cannot be written to {path}: no permission in {parent}.")
+    if not path.is_dir():
+        return
+    if (path / TRACE).exists():
+        _about(path)
+        return
+    foreign = sorted(found.name for found in path.iterdir() if found.name[0] != ".")
+    if foreign:
+        raise UserError(f"{path} is not the folder of a trace (it holds {foreign[0]}): name another with --out.")
+
+
+class TraceFolder:
+    """The folder, held for writing; made by `opened`. about: what trace.json says, "cells" with a line for each."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self.about = about
+        cells = {int(cell["cell"]) for cell in about["cells"]}
+        self._steps = _table(path / STEPS_FILE, STEPS, cells)
+        self._looks = _table(path / RETENTION_FILE, RETENTION, cells)
+
+    @property
+    def cells(self) -> list[dict[str, Any]]:
+        """The finished cells."""
+        found: list[dict[str, Any]] = self.about["cells"]
+        return found
+
+    def add(
+        self, cell: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """A finished cell: its line of trace.json, its rows of trace.parquet, and of retention.parquet if any.
+
+        trace.json comes last: rows of a cell that it does not name are left out by whoever opens the folder again.
+        """
+        import pyarrow as pa
+
+        from evictbench.store.files import write_json
+
+        self._steps = pa.concat_tables([self._steps, _rows(steps, STEPS)])
+        _write(self._steps, self.path / STEPS_FILE)
+        if looks:
+            self._looks = pa.concat_tables([self._looks, _rows(looks, RETENTION)])
+            _write(self._looks, self.path / RETENTION_FILE)
+        self.cells.append(dict(cell))
+        write_json(self.path / TRACE, self.about)
+
+
+def read_finished(path: Path, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the trace in a folder says of itself, if there is one that was made by the same; UserError if by another."""
+    if not (path / TRACE).exists():
+        return None
+    about = _about(path)
+    _check_same(path, about[MADE_BY], made_by)
+    return about
+
+
+@contextmanager
+def opened(path: Path, about: Mapping[str, Any]) -> Iterator[TraceFolder]:
+    """Hold a trace's folder, made if need be, with the cells that it has; `about` is new in all but the cells.
+
+    Raises UserError if another process holds it, or if it was made by something else.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path / LOCK)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another trace is being written to {path}: wait for it to end, or stop it.") from None
+    except OSError as error:
+        raise UserError(f"A trace cannot be written to {path}: {error.strerror or error}.") from error
+    try:
+        for unfinished in path.glob(".*-unfinished-*"):  # left by a process that was killed
+            unfinished.unlink()
+        found: dict[str, Any] = {**about, "cells": []}
+        if (path / TRACE).exists():
+            before = _about(path)
+            _check_same(path, before[MADE_BY], about[MADE_BY])
+            policies = {**before.get("policies", {}), **about.get("policies", {})}
+            found = {**before, **about, "cells": before["cells"], "policies": policies}
+        yield TraceFolder(path, found)
+    finally:
+        lock.release()
+
+
+def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"The trace in {path} was made with {name} {json.dumps(before.get(name))}, and this one has "
+                f"{json.dumps(value)}: name another folder with --out."
+            )
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((path / TRACE).read_text())
+        whole = isinstance(about[MADE_BY], dict) and all("cell" in cell for cell in about["cells"])
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path / TRACE} is not the record of a trace: name another folder with --out.")
+    assert isinstance(about, dict)
+    return about
+
+
+def _table(file: Path, columns: tuple[Column, ...], cells: set[int]) -> pa.Table:
+    """What a file holds of these cells; an empty table where there is none."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    schema = arrow_schema(columns)
+    if not file.exists():
+        return schema.empty_table()
+    try:
+        table = pq.read_table(file).select(schema.names).cast(schema)
+    except (OSError, KeyError, pa.ArrowInvalid):
+        raise UserError(f"{file} is half-written or damaged: name another folder with --out.") from None
+    return table.filter(pc.is_in(table["cell"], pa.array(sorted(cells), pa.int32())))
+
+
+def _rows(rows: Sequence[Mapping[str, Any]], columns: tuple[Column, ...]) -> pa.Table:
+    import pyarrow as pa
+
+    return pa.Table.from_pylist([dict(row) for row in rows], schema=arrow_schema(columns))
+
+
+def _write(table: pa.Table, file: Path) -> None:
+    """Replace a file at once."""
+    import pyarrow.parquet as pq
+
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}-unfinished-", dir=file.parent)
+    os.close(handle)
+    try:
+        pq.write_table(table, name, compression="zstd")
+        os.chmod(name, 0o644)
+        os.replace(name, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise

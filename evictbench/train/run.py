@@ -1,0 +1,269 @@
+"""`evictbench train`: from options to a folder of weights with its card, its log and its curves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.models import load, policy_weights
+from evictbench.store import environment
+from evictbench.store.files import write_json
+from evictbench.train import checkpoint
+from evictbench.train.plan import Plan, label_settings, make_plan
+from evictbench.train.settings import RECORD, Settings, check
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from evictbench.train.loop import Trained, Watcher
+
+
+MODEL = "model"
+"""The folder, in a training's own, of the fine-tuned model."""
+
+_ENDS = 0.05
+"""Share of the steps, first and last, that the card's losses are means of."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training came to. record: the card's data, empty in all processes but the first; learned: the policy takes
+    the weights; before: it was finished already, and nothing was done."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    learned: bool
+    before: bool = False
+
+
+def train(settings: Settings, watch: Watcher) -> Outcome:
+    """Train what is not yet trained of a folder, and save it. Raises UserError for bad input, RunFailed for a loss that
+    is not a number."""
+    check(settings)
+    accelerator = _accelerator(settings)
+    watch = watch if accelerator.is_main_process else _Unwatched()
+    with _held(settings.out, accelerator):
+        # One process cuts the texts into blocks, and the others find them there.
+        with accelerator.main_process_first():
+            plan = make_plan(settings, accelerator.num_processes, watch.phase)
+        finished = _claim(settings.out, plan, accelerator)
+        accelerator.wait_for_everyone()
+        watch.planned(plan)
+        if finished is not None:
+            return Outcome(settings.out, finished, plan.checked.policy.learned, before=True)
+        from evictbench.train.loop import Trainer
+
+        trainer = Trainer(plan, accelerator, watch)
+        trained = trainer.run()
+        record: Mapping[str, Any] = {}
+        if accelerator.is_main_process:
+            watch.phase("saving")
+            record = _save(plan, trained, environment.device_of(trainer.model) if trainer.has_model else "cpu")
+        accelerator.wait_for_everyone()
+        return Outcome(settings.out, record, plan.checked.policy.learned)
+
+
+class _Unwatched:
+    """In all processes but the first."""
+
+    def phase(self, text: str) -> None:
+        """Nobody hears."""
+
+    planned = collected = step = lambda self, *_: None
+
+
+def _accelerator(settings: Settings) -> Accelerator:
+    import torch
+    from accelerate import Accelerator
+
+    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    accelerator = Accelerator(mixed_precision="no" if on_cpu else "bf16", cpu=on_cpu)
+    if accelerator.num_processes > 1 and settings.device not in ("auto", "cpu"):
+        raise UserError(f"Several processes each have a device of their own: leave out --device {settings.device}.")
+    return accelerator
+
+
+@contextlib.contextmanager
+def _held(out: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the folder: another training cannot write to it meanwhile."""
+    if not accelerator.is_main_process:
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"Another training is writing to {out}: wait for it to end, or stop it.") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _claim(out: Path, plan: Plan, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Write down what this folder's training is of, or see that it is the same; the record if it is finished."""
+    file = out / RECORD
+    identity = json.loads(json.dumps(plan.identity, default=str))
+    if file.is_file():
+        known = json.loads(file.read_text(encoding="utf-8"))["identity"]
+        differ = sorted(name for name in {*known, *identity} if known.get(name) != identity.get(name))
+        if differ:
+            raise UserError(
+                f"{out} holds a training that differs in {', '.join(differ)}: give the same options to go on with it, "
+                "or name another folder."
+            )
+    elif accelerator.is_main_process:
+        write_json(file, {"identity": identity, "commit": environment.commit(), **environment.versions()})
+    card = out / policy_weights.CONFIG
+    if not card.is_file():
+        return None
+    found: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
+    return found
+
+
+def _save(plan: Plan, trained: Trained, device: str) -> dict[str, Any]:
+    """Weights, card, curves, and the fine-tuned model where there is one; the card's data."""
+    settings, learner, checked = plan.settings, plan.learner, plan.checked
+    out = settings.out
+    lines = checkpoint.read_log(out)
+    plot(lines, out / NAME, f"{checked.chosen.label} on {plan.model}")
+    finetuned = {}
+    if trained.pupil is not None:
+        finetuned = {"finetuned": {"sha256": _save_model(plan, trained), "folder": MODEL}}
+    own = dict(learner.card())
+    notes = list(own.pop("notes", []))
+    card = {
+        "settings": checked.chosen.settings | {"window": settings.window} | _recipe(checked.recipe),
+        "changed_settings": label_settings(checked.chosen),
+        "transferable": bool(checked.policy.transferable),
+        "base_model": {"name": plan.model, "sha256": plan.sha256, "shape": policy_weights.shape_data(plan.shape)},
+        **finetuned,
+        "training": _training(plan, trained, lines, device),
+        "calibration": dict(trained.calibration),
+        **own,
+        "notes": notes,
+    }
+    half = settings.weights_dtype == "float16"
+    name, variant = checked.chosen.name, policy_weights.variant_of(checked.policy)
+    policy_weights.save(out, name, variant, learner.export(), card, half=half)
+    checkpoint.clear(out)
+    return {"policy": name, "variant": variant, **card}
+
+
+def _recipe(recipe: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(recipe)
+
+
+def _training(plan: Plan, trained: Trained, lines: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """How the weights were made, and what the log began and ended with."""
+    settings = plan.settings
+    ends = max(1, round(_ENDS * len(lines)))
+    reached = [name for name in lines[-1] if name not in ("step", "tokens", "seconds", "budget", "lr")] if lines else []
+    processes = plan.identity["processes"]
+    return {
+        "data": list(plan.names),
+        "data_sha256": plan.blocks.sha256,
+        "documents": plan.blocks.documents,
+        "blocks": plan.train_blocks,
+        "held_out_blocks": len(plan.held_out),
+        "length": settings.length,
+        "packed": not settings.no_pack,
+        "steps": settings.steps,
+        "blocks_per_step": settings.batch_size * settings.accumulate * processes,
+        "tokens": trained.tokens,
+        "seconds": round(sum(line["seconds"] for line in lines), 1),
+        "budgets": list(plan.checked.budgets),
+        "window": settings.window,
+        "finetune": settings.finetune,
+        "lr": settings.lr,
+        "model_lr": settings.model_lr if settings.finetune else None,
+        "optimiser": "AdamW, betas 0.9 and 0.95, weight decay 1e-4, gradients clipped to norm 1",
+        "seed": settings.seed,
+        "dtype": settings.dtype,
+        "device": device,
+        "processes": processes,
+        "first": {name: _mean(lines[:ends], name) for name in reached},
+        "last": {name: _mean(lines[-ends:], name) for name in reached},
+        "held_out": dict(trained.held_out),
+        "finished": time.strftime("%Y-%m-%d", time.gmtime()),
+        **environment.versions(),
+        "commit": environment.commit(),
+    }
+
+
+def _mean(lines: list[dict[str, Any]], name: str) -> float | None:
+    numbers = [line[name] for line in lines if name in line]
+    return fmean(numbers) if numbers else None
+
+
+def _save_model(plan: Plan, trained: Trained) -> str:
+    """Write the fine-tuned model beside the weights, in the base model's dtype; what names it in a fingerprint."""
+    from transformers.utils import logging
+
+    assert trained.pupil is not None
+    assert trained.state is not None
+    folder = plan.settings.out / MODEL
+    model = trained.pupil.model
+    base = load.load_config(plan.source, plan.settings.trust_remote_code)
+    dtype = getattr(base, "dtype", None) or model.dtype
+    state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in trained.state.items()}
+    model.config.dtype = dtype
+    logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=state)
+    logging.enable_progress_bar()
+    plan.tokenizer.save_pretrained(folder)
+    return load.weights_hash(load.resolve(str(folder.absolute())))
+
+
+NAME = "curves.png"
+
+_NOT_SHOWN = ("step", "tokens", "seconds", "budget")
+_SMOOTHED_OVER = 50
+"""Steps up to which a curve is drawn as it is; a longer one gets its running mean on top."""
+
+
+def plot(lines: Sequence[dict[str, Any]], file: Path, title: str) -> None:
+    """One panel for each number that the log's lines carry, over the steps."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NOT_SHOWN]
+    if not names:
+        return
+    columns = min(3, len(names))
+    height = -(-len(names) // columns)
+    figure, axes = plt.subplots(height, columns, figsize=(4 * columns, 2.6 * height), squeeze=False)
+    for name, axis in zip(names, axes.flat, strict=False):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        steps, numbers = np.array([step for step, _ in points]), np.array([number for _, number in points])
+        window = len(numbers) // _SMOOTHED_OVER
+        axis.plot(steps, numbers, linewidth=0.8, alpha=0.35 if window > 1 else 1.0, color="tab:blue")
+        if window > 1:
+            mean = np.convolve(numbers, np.ones(window) / window, mode="valid")
+            axis.plot(steps[window - 1 :], mean, linewidth=1.5, color="tab:blue")
+        axis.set_title(name.replace("_", " "), fontsize=10)
+        axis.tick_params(labelsize=8)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel("step", fontsize=9)
+    figure.tight_layout()
+    unfinished = file.with_name(f".{file.name}-unfinished.png")
+    figure.savefig(unfinished, dpi=120)
+    plt.close(figure)
+    unfinished.replace(file)

@@ -1,0 +1,153 @@
+"""Attention of a sparse student in training: each query sees the keys that a policy would have kept for it.
+
+A key is seen by its own query and later ones up to its deadline: the first query that no longer sees it. A dropped
+entry never returns, so one number a key says everything, and no mask of shape [S, S] is ever held. Gradients reach
+queries, keys, values and penalties. Plain torch works in tiles of queries; on CUDA, FlexAttention does the same in one
+kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evictbench.cache.rope import rotate
+from evictbench.policy.learner import Visible
+
+if TYPE_CHECKING:
+    from evictbench.policy.learner import Features, Student
+
+
+TILE = 256
+"""Queries attended at a time in plain torch."""
+
+DenseAttention = Callable[[int, nn.Module, Tensor, Tensor, Tensor, float], "Tensor | None"]
+"""What a forward pass without a cache takes as `dense_attention`: layer, module, rotated query `[rows, heads, S,
+head_dim]`, key and value `[rows, kv_heads, S, head_dim]`, scaling; gives the output `[rows, heads, S, head_dim]`, or
+None for plain causal attention."""
+
+
+def attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
+    """Attention of query `[rows, heads, S, head_dim]` over the visible of key and value `[rows, kv_heads, S,
+    head_dim]`; returns `[rows, heads, S, head_dim]`."""
+    query, key = _with_moved_sinks(query, key, visible)
+    if query.is_cuda:
+        return _flex(query, key, value, visible, scaling)
+    return _tiled(query, key, value, visible, scaling)
+
+
+class Following:
+    """`dense_attention` for one pass of a student: its learner says what is visible, once a layer.
+
+    A checkpointed layer attends twice, the second time from its recomputed activations; the first answer stands.
+    """
+
+    def __init__(self, student: Student) -> None:
+        self.student = student
+        self.known: dict[int, Visible] = {}
+
+    def __call__(
+        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """The output of one layer."""
+        if layer not in self.known:
+            with torch.no_grad():
+                seen = query.detach(), key.detach(), value.detach()
+                self.known[layer] = self.student.visible(layer, module, *seen)
+        return attend_visible(query, key, value, self.known[layer], scaling)
+
+    def features(self) -> Features | None:
+        """What the learner kept of the pass for its loss."""
+        return self.student.features()
+
+
+def _with_moved_sinks(query: Tensor, key: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
+    """Queries and keys of twice the width whose products have the sinks at their in-cache distance.
+
+    The first half holds the queries as they are, against all keys but the sinks; the second the queries turned back,
+    against the sinks alone.
+    """
+    if not visible.sinks or visible.shift is None:
+        return query, key
+    assert visible.inv_freq is not None
+    turned = rotate(query, -visible.shift[None, None], visible.inv_freq)
+    is_sink = torch.arange(key.shape[2], device=key.device)[:, None] < visible.sinks
+    zero = key.new_zeros(())
+    return (
+        torch.cat([query, turned], dim=-1),
+        torch.cat([torch.where(is_sink, zero, key), torch.where(is_sink, key, zero)], dim=-1),
+    )
+
+
+def _tiled(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
+    rows, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    positions = torch.arange(length, device=query.device)
+    outputs = []
+    for start in range(0, length, TILE):
+        end = min(start + TILE, length)
+        asking, held = positions[start:end, None], positions[:end]
+        alive = asking < visible.deadlines[:, :, None, :end]
+        seen = (held <= asking) & (alive | (held == asking))
+        bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        if visible.penalty is not None:
+            late = asking - held > visible.window
+            bias = bias + late * visible.penalty[:, :, None, :end].to(query.dtype)
+        bias = bias.masked_fill(~seen, -torch.inf)
+        bias = bias.expand(rows, kv_heads, -1, -1).repeat_interleave(heads // kv_heads, dim=1)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, :end],
+                value[:, :, :end],
+                attn_mask=bias,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
+    """The same in one kernel. The deadlines are read inside it; only blocks beyond the diagonal are skipped."""
+    length = query.shape[2]
+    group, shared = query.shape[1] // key.shape[1], visible.deadlines.shape[1] == 1
+    deadlines, penalty, window = visible.deadlines.contiguous(), visible.penalty, visible.window
+
+    def score(logit: Tensor, row: Tensor, head: Tensor, asking: Tensor, held: Tensor) -> Tensor:
+        kept = 0 if shared else head // group
+        if penalty is not None:
+            logit = torch.where(asking - held > window, logit + penalty[row, kept, held], logit)
+        alive = (asking < deadlines[row, kept, held]) | (asking == held)
+        return torch.where(alive, logit, -torch.inf)
+
+    output = _compiled(query.is_cuda)(
+        query,
+        key,
+        value,
+        score_mod=score,
+        block_mask=_causal_blocks(length, query.device),
+        scale=scaling,
+        enable_gqa=True,
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+@cache
+def _compiled(fused: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if fused else flex_attention
+
+
+@cache
+def _causal_blocks(length: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda row, head, asking, held: asking >= held, None, None, length, length, device)
