@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SITE = Path(__file__).parent / "run" / "fake_site"
+SITE = Path(__file__).parent / "fake_site"
 sys.path.insert(0, str(SITE))
 
 

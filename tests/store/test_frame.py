@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from plot_records import identity, right, sample, write_grid, write_run
+from plot.plot_records import identity, right, sample, write_grid, write_run
 
 import evictbench
 from evictbench.errors import UserError

@@ -2,9 +2,12 @@
 
 import pytest
 from fake_plugins import TOY, Hoard
+from fakes import environment, installed
 
 from evictbench import registry
 from evictbench.errors import UserError
+
+__all__ = ["environment", "installed"]
 
 
 def test_names_are_found_without_loading_anything():
