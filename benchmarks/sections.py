@@ -15,8 +15,7 @@ def machine() -> str:
     """Where a section was measured: processor, cores, memory, versions."""
     import torch
 
-    from evictbench.models.machine import describe
-    from evictbench.store.environment import versions
+    from evictbench.models.machine import describe, versions
 
     at = describe(torch.device("cpu"))
     libraries = versions()

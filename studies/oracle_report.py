@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evictbench.evaluation.settings import Settings
-    from studies.oracle_study import Line
 
 SHOWN = {"ruler": "score", "fidelity": "kl"}
 """By suite: the metric that is drawn."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A mean over samples. budget: empty for the full cache; low, high: its 95% interval, empty for one sample."""
+
+    suite: str
+    task: str
+    policy: str
+    budget: str
+    metric: str
+    samples: int
+    mean: float
+    low: float | None
+    high: float | None
 
 
 def draw(lines: Sequence[Line], folder: Path) -> None:
@@ -73,9 +88,9 @@ def draw(lines: Sequence[Line], folder: Path) -> None:
 
 def report(lines: Sequence[Line], runs: Sequence[Settings], model: str) -> str:
     """README.md: what was asked, what was run, the numbers."""
-    from evictbench.store import environment
+    from evictbench.models import machine
 
-    versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     text = [
         "# Which label is worth guessing?",
         "",

@@ -13,12 +13,13 @@ import argparse
 import csv
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from studies.oracle_report import Line
 
 if TYPE_CHECKING:
     from evictbench.evaluation.settings import Settings
@@ -27,21 +28,6 @@ if TYPE_CHECKING:
 POLICIES = "full,oracle:label=mean,oracle:label=max"
 TASKS = "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multivalue,vt,fwe"
 METRICS = {"ruler": ("score",), "fidelity": ("kl", "agreement", "nll")}
-
-
-@dataclass(frozen=True)
-class Line:
-    """A mean over samples. budget: empty for the full cache; low, high: its 95% interval, empty for one sample."""
-
-    suite: str
-    task: str
-    policy: str
-    budget: str
-    metric: str
-    samples: int
-    mean: float
-    low: float | None
-    high: float | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,8 +14,8 @@ from evictbench.evaluation.plan import Plan, make_plan
 from evictbench.evaluation.prompts import Planned
 from evictbench.evaluation.settings import Settings
 from evictbench.evaluation.thinking import Answer, answer_of
-from evictbench.models import load
-from evictbench.store import environment, run_folder
+from evictbench.models import load, machine
+from evictbench.store import run_folder
 from evictbench.store.summary import repeats_itself, summarise
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def load_generator(plan: Plan, load: Callable[[Plan], PreTrainedModel] = load_mo
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    return engine, environment.device_of(model)
+    return engine, machine.device_of(model)
 
 
 def _generate(
@@ -138,8 +138,8 @@ def _generate(
     generator, device = make_generator(plan)
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        **environment.versions(),
-        "commit": environment.commit(),
+        **machine.versions(),
+        "commit": machine.commit(),
         "device": device,
         "batch_size": plan.settings.batch_size,
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.generation.generator import Completion
 from evictbench.generation.loglikelihood import Choice, ChoiceScorer, ScoredChoice
 from evictbench.harness.prompts import grade
-from evictbench.store import environment
+from evictbench.models import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ class ChoiceGenerator:
 
     def __init__(self, plan: Plan, model: PreTrainedModel):
         settings = plan.settings
-        self.device = environment.device_of(model)
+        self.device = machine.device_of(model)
         self._documents = {name: task.task_docs for name, task in plan.tasks.items()}
         self._scorer = ChoiceScorer(
             model,

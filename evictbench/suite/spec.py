@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from evictbench.evaluation.plan import Plan
-
 Question = Literal["seen", "unseen"]
 
 
@@ -112,5 +110,5 @@ class Suite:
     default_limit: int | None
     prepare: Callable[[SuiteRequest], PreparedSuite]
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
-    generator: Callable[[Plan, Callable[[Plan], Any]], Any] | None = None
+    generator: Callable[[Any, Callable[[Any], Any]], Any] | None = None
     stated_length: int | None = None

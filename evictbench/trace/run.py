@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench.errors import UserError
-from evictbench.models import devices, load, random_models
-from evictbench.store import environment
+from evictbench.models import devices, load, machine, random_models
 from evictbench.store.trace_files import MADE_BY
 from evictbench.trace.random_weights import RANDOM, equip
 from evictbench.trace.settings import Cell, Checked, Settings, check
@@ -110,7 +109,7 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None)
         "retention": settings.retention,
         "seed": settings.seed,
         "text": None if settings.text is None else hashlib.sha256(settings.text.read_bytes()).hexdigest(),
-        "versions": environment.versions(),
+        "versions": machine.versions(),
     }
     return Plan(settings, checked, model, source, device, dtype, config, policies, origins, tokens, made_by)
 
@@ -132,11 +131,11 @@ def trace(plan: Plan, watch: Watcher) -> Mapping[str, Any]:
     watch.phase("loading the model")
     model = _load(plan)
     home = model.device
-    device = environment.device_of(model)
+    device = machine.device_of(model)
     about = {
         "model": plan.model,
         "device": device,
-        "commit": environment.commit(),
+        "commit": machine.commit(),
         "machine": describe(home),
         MADE_BY: {**plan.made_by, "device": device},
         "policies": {

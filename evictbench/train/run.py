@@ -12,8 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.models import load, policy_weights
-from evictbench.store import environment
+from evictbench.models import load, machine, policy_weights
 from evictbench.store.files import write_json
 from evictbench.train import checkpoint
 from evictbench.train.plan import Plan, label_settings, make_plan
@@ -65,7 +64,7 @@ def train(settings: Settings, watch: Watcher) -> Outcome:
         record: Mapping[str, Any] = {}
         if accelerator.is_main_process:
             watch.phase("saving")
-            record = _save(plan, trained, environment.device_of(trainer.model) if trainer.has_model else "cpu")
+            record = _save(plan, trained, machine.device_of(trainer.model) if trainer.has_model else "cpu")
         accelerator.wait_for_everyone()
         return Outcome(settings.out, record, plan.checked.policy.learned)
 
@@ -123,7 +122,7 @@ def _claim(out: Path, plan: Plan, accelerator: Accelerator) -> dict[str, Any] | 
                 "or name another folder."
             )
     elif accelerator.is_main_process:
-        write_json(file, {"identity": identity, "commit": environment.commit(), **environment.versions()})
+        write_json(file, {"identity": identity, "commit": machine.commit(), **machine.versions()})
     card = out / policy_weights.CONFIG
     if not card.is_file():
         return None
@@ -198,8 +197,8 @@ def _training(plan: Plan, trained: Trained, lines: list[dict[str, Any]], device:
         "last": {name: _mean(lines[-ends:], name) for name in reached},
         "held_out": dict(trained.held_out),
         "finished": time.strftime("%Y-%m-%d", time.gmtime()),
-        **environment.versions(),
-        "commit": environment.commit(),
+        **machine.versions(),
+        "commit": machine.commit(),
     }
 
 

@@ -155,9 +155,13 @@ class DistillCache(Policy):
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """Its trainable side, the ranker."""
-        from .learner import learner_for
+        if training.recipe.method == "supervised":
+            from .supervised import SupervisedLearner
 
-        return learner_for(training)
+            return SupervisedLearner(training)
+        from .reinforce import ReinforceLearner
+
+        return ReinforceLearner(training)
 
     def observe(self, step: Step) -> None:
         """Add a layer to the sums; after the last one, write what the queries gave into the ring."""

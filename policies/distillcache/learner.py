@@ -79,15 +79,3 @@ class RankerLearner(Learner):
     def notes(self) -> list[str]:
         """Sentences of the card about the method."""
         return []
-
-
-def learner_for(training: Training) -> Learner:
-    """The learner of the recipe's method."""
-    recipe: Recipe = training.recipe
-    if recipe.method == "supervised":
-        from .supervised import SupervisedLearner
-
-        return SupervisedLearner(training)
-    from .reinforce import ReinforceLearner
-
-    return ReinforceLearner(training)

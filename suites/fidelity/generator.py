@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from evictbench.generation.fidelity import Comparison, Measured, Text
-from evictbench.store import environment
+from evictbench.models import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ class Forced:
 
     def __init__(self, plan: Plan, model: PreTrainedModel):
         settings = plan.settings
-        self.device = environment.device_of(model)
+        self.device = machine.device_of(model)
         self._documents = {name: task.task_docs for name, task in plan.tasks.items()}
         self.comparison = Comparison(
             model,

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evictbench.policies.distillcache.learner import learner_for
+from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.reinforce import ReinforceLearner
 from evictbench.policies.distillcache.subset import gumbel_top
 from evictbench.policies.distillcache.supervised import SupervisedLearner
 from evictbench.policy.budget import Budget
-from evictbench.policy.learner import Batch, Training
+from evictbench.policy.learner import Batch, Learner, Training
+from evictbench.policy.step import ModelShape
 
 LENGTH, PROMPT, STEPS = 72, 50, 12
 SHARE = Budget(share=0.6)
@@ -28,6 +29,10 @@ def training(model: Any, budgets: tuple[int, ...] = (43,), length: int = LENGTH,
     chosen = Recipe(**{"horizon": STEPS, "samples": 3} | recipe)
     config: Any = getattr(model, "config", None)
     return Training(window=8, budgets=budgets, length=length, steps=10, seed=0, recipe=chosen, model=config)
+
+
+def learner_for(training: Training) -> Learner:
+    return DistillCache().learner(ModelShape(2, 4, 2, 16), training)
 
 
 def reinforced(model: Any = None, **recipe: Any) -> ReinforceLearner:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from dclearner_cases import LENGTH, batch, probabilities, reinforced, supervised, text, training
+from dclearner_cases import LENGTH, batch, learner_for, probabilities, reinforced, supervised, text, training
 
 from evictbench.errors import UserError
 from evictbench.models import policy_weights
-from evictbench.policies.distillcache.learner import RankerLearner, learner_for
+from evictbench.policies.distillcache.learner import RankerLearner
 from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.supervised import _measured
 

@@ -60,7 +60,7 @@ class StreamingLLM(Policy):
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """StreamingLLM+: for `evictbench train --finetune`, which trains the model alone."""
-        from .streaming_llm_learner import StreamingLearner
+        from .learner import StreamingLearner
 
         return StreamingLearner(self.sinks, self.reindexed_sinks, training)
 
