@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from evictbench.cache.slots.cache import EvictionCache
-    from evictbench.policy.base import Policy
+    from evictbench.policy import Policy
 
 MARGIN = 3 * 2**30
 """Bytes that are left free beside caches: for a step's own tensors and what the allocator keeps."""

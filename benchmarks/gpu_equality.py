@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.random_policies import policy_for
 from evictbench.generation.batching import admit
 from evictbench.generation.runner import Feeder
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

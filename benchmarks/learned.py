@@ -31,9 +31,8 @@ from evictbench.cache.slots.cache import EvictionCache
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import watch_dense_run
 from evictbench.models import load, policy_weights
-from evictbench.policy.base import Policy
+from evictbench.policy import ModelShape, Policy
 from evictbench.policy.future_attention import future_labels
-from evictbench.policy.step import ModelShape
 from evictbench.registry import parse_policy
 
 LABELS = ("mean", "max")

@@ -26,8 +26,8 @@ from evictbench.generation.runner import Feeder
 from evictbench.models.load import load_model, resolve
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
+from evictbench.policy import Arriving, ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import Arriving, ModelShape
 
 WINDOW = 32
 GOALS = {"decode time, pages / uniform": 1.5, "bytes, held / kept entries": 1.15}

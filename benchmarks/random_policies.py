@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from evictbench.policy.base import Policy
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape, Policy
 
 NOISE = 0.1
 
@@ -39,7 +38,7 @@ def names() -> dict[str, str]:
 
 def policy_for(name: str, config: PretrainedConfig, window: int, seed: int = 0) -> Policy:
     """A policy for a model of this config, with random weights if it learns. window: of DMS; the others have theirs."""
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
     module, _, kind = names()[name].partition(":")
     policy: Policy = getattr(importlib.import_module(module), kind)()

@@ -26,9 +26,8 @@ from evictbench.errors import UserError
 from evictbench.generation.batching import admit
 from evictbench.generation.runner import Feeder
 from evictbench.models.load import load_model, resolve
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy, Step
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import Step
 from evictbench.trace.cell import _entries
 
 RUNS = 5

@@ -1,6 +1,6 @@
 """The full cache: nothing is evicted. The yardstick of every other row."""
 
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 
 
 class Full(Policy):

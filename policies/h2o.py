@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy, Shares
-from evictbench.policy.step import GROUP_DIM, GroupReduction, ModelShape, SlotTensor, Step
+from evictbench.policy import GROUP_DIM, GroupReduction, ModelShape, Policy, Shares, SlotTensor, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy, Shares
-from evictbench.policy.step import GROUP_DIM, Entering, ModelShape, SlotTensor, Step
+from evictbench.policy import GROUP_DIM, Entering, ModelShape, Policy, Shares, SlotTensor, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.policy.step import DenseRun
+    from evictbench.policy import DenseRun
 
 LEAST_LABEL = -(2.0**20)
 """The label of a token that nothing attends to from behind the window; a float32 logarithm is never so low."""

@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
-from evictbench.policy.step import Entering, ModelShape, SlotTensor, Step
+from evictbench.policy import Entering, ModelShape, Policy, SlotTensor, Step
 
 if TYPE_CHECKING:
     import torch

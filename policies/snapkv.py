@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Phase, Policy, Shares
-from evictbench.policy.step import GroupReduction, ModelShape, SlotTensor, Step, reduce_group
+from evictbench.policy import GroupReduction, ModelShape, Phase, Policy, Shares, SlotTensor, Step, reduce_group
 
 if TYPE_CHECKING:
     from torch import Tensor

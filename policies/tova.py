@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evictbench.policy.base import Policy
-from evictbench.policy.step import GROUP_DIM, Step
+from evictbench.policy import GROUP_DIM, Policy, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

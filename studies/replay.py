@@ -21,14 +21,14 @@ from torch import Tensor
 from evictbench.cache.attention import attend
 from evictbench.generation.dense_run import Everything, watch_dense_run
 from evictbench.generation.runner import Feeder, write_on
-from evictbench.policy.step import Watch
+from evictbench.policy import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from evictbench.cache.slots.cache import EvictionCache
     from evictbench.generation.fidelity import DensePasses
-    from evictbench.policy.base import Policy
+    from evictbench.policy import Policy
     from evictbench.policy.budget import Budget
 
 FED = 8

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Loaded, Record, Unavailable, load
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .boxed import prompt
 

@@ -101,7 +101,7 @@ def needles(
     """RULER needle prompts with other keys, their answers, and further questions about the other needles."""
     from evictbench.evaluation.tasks import load_tasks
     from evictbench.registry import load_suite
-    from evictbench.suite.spec import SuiteRequest
+    from evictbench.suite import SuiteRequest
     from evictbench.suites.ruler import wordlists
 
     rng = random.Random(SEED)

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.policy.step import (
-    GROUP_DIM,
     Arriving,
     Division,
     Entering,
-    GroupReduction,
     MemoryTensor,
     ModelShape,
     Rivals,
-    Signals,
     SlotTensor,
     Step,
-    reduce_group,
 )
 
 if TYPE_CHECKING:
@@ -31,27 +27,6 @@ if TYPE_CHECKING:
 
     from evictbench.policy.budget import Budget
     from evictbench.policy.step import DenseRun, Tap
-
-__all__ = [
-    "GROUP_DIM",
-    "Arriving",
-    "Division",
-    "Entering",
-    "GroupReduction",
-    "MemoryTensor",
-    "ModelShape",
-    "NoSettings",
-    "Phase",
-    "Policy",
-    "PrefillMode",
-    "Rivals",
-    "Shares",
-    "Signal",
-    "Signals",
-    "SlotTensor",
-    "Step",
-    "reduce_group",
-]
 
 Signal = Literal["last_query_probs", "window_probs", "mass", "recent_probs"]
 Shares = Literal["head", "layer", "model"]

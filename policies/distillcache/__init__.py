@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Phase, Policy
-from evictbench.policy.step import GROUP_DIM, MemoryTensor, ModelShape, SlotTensor, Step
+from evictbench.policy import GROUP_DIM, MemoryTensor, ModelShape, Phase, Policy, SlotTensor, Step
 
 from .recipe import Recipe
 

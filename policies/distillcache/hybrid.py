@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from evictbench.errors import UserError
-from evictbench.policy.step import Step
+from evictbench.policy import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from evictbench.policy import ModelShape
     from evictbench.policy.budget import Budget
-    from evictbench.policy.step import ModelShape
 
 ONE_IN = 5
 """One KV head in so many sees everything."""

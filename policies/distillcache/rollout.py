@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from evictbench.cache.slots.cache import EvictionCache
-    from evictbench.policy.base import Phase
+    from evictbench.policy import Phase, Step
     from evictbench.policy.budget import Budget
-    from evictbench.policy.step import Step
 
 Choose = Callable[["Moment"], Tensor]
 """A moment to the entries that stay, `[rows, slots]` bool, `size` in every row."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
-from evictbench.policy.step import Arriving, ModelShape
+from evictbench.policy import Arriving, ModelShape, Policy
 
 from .allotment import OFF, Calibration
 from .gate import BorrowedGate, SeparateGate
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.models.policy_weights import Weights
+    from evictbench.policy import Tap
     from evictbench.policy.learner import Learner, Training
-    from evictbench.policy.step import Tap
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from .recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
 
 class DMSLearner(Learner):

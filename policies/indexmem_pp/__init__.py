@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
-from evictbench.policy.step import Arriving, Division, ModelShape, Rivals, SlotTensor
+from evictbench.policy import Arriving, Division, ModelShape, Policy, Rivals, SlotTensor
 
 from .hub import RELEASED
 from .recipe import Recipe
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.models.policy_weights import Weights
+    from evictbench.policy import Tap
     from evictbench.policy.learner import Learner, Training
-    from evictbench.policy.step import Tap
 
     from .scorer import Scorer
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
 
 def mass_budgets(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:

@@ -19,7 +19,7 @@ from evictbench.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
 _LAYERED = {
     "indexer": re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)"),

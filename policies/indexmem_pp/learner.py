@@ -27,7 +27,7 @@ from .scorer import Scorer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
 
 class IndexMemLearner(Learner):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
 RATE_LENGTH = 16_384
 """Positions in which a score falls by its rate."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
+from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, SlotTensor, Step
 from evictbench.policy.budget import PARTS
-from evictbench.policy.step import Entering, MemoryTensor, ModelShape, SlotTensor, Step
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from .ranking import priority
 from .scorers import by_head
 
 if TYPE_CHECKING:
-    from evictbench.policy.step import Step
+    from evictbench.policy import Step
 
     from .scorers import MLSTMScorer
 

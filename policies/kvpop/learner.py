@@ -20,7 +20,7 @@ from .ranking import bounded_log_gamma, priority, sequence_deadlines
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.step import ModelShape
+    from evictbench.policy import ModelShape
 
     from . import _Ranked
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape, Step
+from evictbench.policy import ModelShape, Policy, Step
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Documents, Loaded, Record, Unavailable, load
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .prompts import Shots, shots
 from .tasks import COT, DIRECT, SUBJECTS

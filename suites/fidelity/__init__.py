@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evictbench.suite.spec import PreparedSuite, Protocol, Suite, SuiteRequest
+from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
 __all__ = ["SUITE"]
 

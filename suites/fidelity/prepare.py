@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Documents, Record, Unavailable
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .fit import Encoder
 from .sources import Found, Room, gsm8k, longbench, ruler, text

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from evictbench.errors import UserError
+from evictbench.suite import SuiteRequest
 from evictbench.suite.datasets import Record, Unavailable, load
-from evictbench.suite.spec import SuiteRequest
 
 from .fit import Encoder, Words
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Documents, Record, load
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from . import prompts
 from .numbers import number, spelled

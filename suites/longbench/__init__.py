@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evictbench.suite.spec import PreparedSuite, Suite, SuiteRequest
+from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
 from .tasks import PROTOCOLS, TASKS
 

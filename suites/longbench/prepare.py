@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from evictbench.errors import UserError
-from evictbench.suite import datasets
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite import PreparedSuite, SuiteRequest, datasets
 
 from .cut import Cutter
 from .documents import Samples

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evictbench.suite.spec import Protocol
+from evictbench.suite import Protocol
 
 VERSION = "1.0"  # of prompts and grading: raise it when any of them changes (the task YAML carries it too)
 

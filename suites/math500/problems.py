@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from evictbench.errors import UserError
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 from .. import problems
 from .judge import version

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import cached_property
 
 from evictbench.errors import UserError
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite import PreparedSuite, SuiteRequest
 
 from . import haystack, hub, wordlists
 from .documents import Maker, Samples

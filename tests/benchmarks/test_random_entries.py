@@ -13,8 +13,8 @@ from evictbench.cache.paged.pool import PAGE
 from evictbench.errors import UserError
 from evictbench.generation.batching import admit
 from evictbench.generation.runner import Feeder
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 
 SEEN = 300
 SLOTS = ("full", "no policy", "streaming_llm", "tova", "h2o", "random", "kvpop", "kvpop_mlp", "distillcache")

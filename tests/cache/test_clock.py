@@ -17,7 +17,7 @@ from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 from evictbench.policy.budget import Budget
 from twin import tiny_model
 

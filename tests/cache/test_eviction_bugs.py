@@ -21,9 +21,8 @@ from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy, Step, reduce_group
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import Step, reduce_group
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine

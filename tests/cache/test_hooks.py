@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from evictbench.cache import attention
 from evictbench.cache.hooks import tapped
 from evictbench.errors import UserError
-from evictbench.policy.step import TAPS
+from evictbench.policy import TAPS
 
 pytestmark = pytest.mark.engine
 

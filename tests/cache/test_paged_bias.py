@@ -9,7 +9,7 @@ from evictbench.cache.paged import attention
 from evictbench.cache.paged.attention import by_page
 from evictbench.cache.paged.pool import NEVER, PagePool
 from evictbench.cache.paged.stack import Board
-from evictbench.policy.step import SlotTensor
+from evictbench.policy import SlotTensor
 
 HEAD_DIM = 8
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from evictbench.cache.slots.cache import EvictionCache
 from evictbench.cache.slots.placement import Placement
 from evictbench.generation.generator import Generator, Request
-from evictbench.policy.base import Policy, Shares
+from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, Shares, SlotTensor, Step
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import Entering, MemoryTensor, ModelShape, SlotTensor, Step
 from twin import random_tokens, tiny_model
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from fake_plugins import TOY, make_tokenizer, prepare
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.thinking import Thinking
-from evictbench.suite.spec import SuiteRequest
+from evictbench.suite import SuiteRequest
 
 
 def load(limit=4, names=None):

@@ -11,7 +11,7 @@ from evictbench.evaluation.checks import check
 from evictbench.evaluation.plan import make_plan
 from evictbench.evaluation.settings import Settings
 from evictbench.store import run_folder
-from evictbench.suite.spec import GREEDY, Protocol, Sampling
+from evictbench.suite import GREEDY, Protocol, Sampling
 
 WARM = Sampling(temperature=0.6, top_p=0.95, top_k=20)
 PROTOCOLS = {

@@ -14,7 +14,7 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import Settings
 from evictbench.generation.generator import Completion
 from evictbench.store import run_folder
-from evictbench.suite.spec import Protocol, Sampling
+from evictbench.suite import Protocol, Sampling
 
 
 class Watch:

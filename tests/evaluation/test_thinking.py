@@ -12,7 +12,7 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import Settings
 from evictbench.evaluation.thinking import Answer, Thinking, answer_of
 from evictbench.store import run_folder
-from evictbench.suite.spec import SuiteRequest
+from evictbench.suite import SuiteRequest
 
 TURNS = "{% for m in messages %}<user>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<bot>"
 EMPTY = "{{ '<think>\\n\\n</think>\\n\\n' }}"

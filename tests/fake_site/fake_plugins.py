@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from evictbench.errors import UserError
-from evictbench.policy.base import Policy
-from evictbench.suite.spec import PreparedSuite, Suite
+from evictbench.policy import Policy
+from evictbench.suite import PreparedSuite, Suite
 
 HERE = Path(__file__).parent
 WORDS = HERE / "toy_tasks" / "toy_data.py"

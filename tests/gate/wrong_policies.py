@@ -9,7 +9,7 @@ from torch import Tensor
 from evictbench.policies.dms import DMS
 from evictbench.policies.h2o import H2O
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy.step import GROUP_DIM, Arriving, Step
+from evictbench.policy import GROUP_DIM, Arriving, Step
 
 
 class SinksDropped(StreamingLLM):

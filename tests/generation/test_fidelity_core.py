@@ -20,7 +20,7 @@ from evictbench.policies.random import Random
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 from evictbench.policy.budget import Budget
 from twin import tiny_model
 

@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from evictbench.generation.generator import Request
 from evictbench.generation.sampling import choose, uniform
 from evictbench.policies.full import Full
-from evictbench.suite.spec import Sampling
+from evictbench.suite import Sampling
 
 pytestmark = pytest.mark.engine
 

@@ -19,7 +19,7 @@ from evictbench.generation.runner import Feeder
 from evictbench.harness.arguments import generation_settings
 from evictbench.harness.model import EvictBenchLM
 from evictbench.policies.tova import TOVA
-from evictbench.suite.spec import GREEDY, Sampling
+from evictbench.suite import GREEDY, Sampling
 
 TASKS = ["tiny_gen", "tiny_choice"]
 

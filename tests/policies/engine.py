@@ -11,8 +11,7 @@ from torch import Tensor
 
 from evictbench.cache.slots.cache import EvictionCache
 from evictbench.generation.dense_run import watch_dense_run
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape, Policy
 from twin.cases import Case
 
 

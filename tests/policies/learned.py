@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from evictbench.models.policy_weights import Weights, shape_data
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape, Policy
 from twin.kvpop import random_weights, tensors
 
 

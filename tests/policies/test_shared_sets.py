@@ -17,9 +17,8 @@ from evictbench.errors import UserError
 from evictbench.generation.fidelity import Text, evaluate
 from evictbench.policies.h2o import H2O
 from evictbench.policies.snapkv import SnapKV
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy, Step
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import Step
 from twin.cases import Case, cases
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model

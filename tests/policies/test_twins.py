@@ -15,8 +15,7 @@ from evictbench.policies.random import Random, priority
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape, Policy
 from twin.cases import Case, cases
 
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, Random, StreamingLLM, TOVA, H2O, SnapKV)}

@@ -15,8 +15,7 @@ from evictbench.policies.random import Random, priority
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy.base import Policy
-from evictbench.policy.step import GROUP_DIM, Entering, Step
+from evictbench.policy import GROUP_DIM, Entering, Policy, Step
 from twin.cases import Case, cases
 
 

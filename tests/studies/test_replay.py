@@ -14,7 +14,7 @@ from evictbench.policies.oracle import Oracle
 from evictbench.policies.snapkv import SnapKV
 from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 from evictbench.policy.budget import Budget
 from studies.replay import FED, DenseRuns, ReplayingFeeder
 from twin.tiny import random_tokens, tiny_model

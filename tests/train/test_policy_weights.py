@@ -12,7 +12,7 @@ from evictbench.errors import UserError
 from evictbench.evaluation import plan
 from evictbench.evaluation.settings import Settings
 from evictbench.models import load, policy_weights
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 from evictbench.registry import parse_policy
 
 SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=8)

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from evictbench.cache import attention
 from evictbench.cache.slots.cache import EvictionCache
-from evictbench.policy.base import NoSettings
+from evictbench.policy import ModelShape, NoSettings
 from evictbench.policy.deadlines import NEVER
 from evictbench.policy.learner import Batch, Training, Visible
-from evictbench.policy.step import ModelShape
 from evictbench.registry import parse_policy
 from evictbench.train import sparse_attention
 from evictbench.train.sparse_attention import Following, attend_visible

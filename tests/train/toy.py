@@ -8,7 +8,7 @@ import torch
 
 from evictbench.errors import UserError
 from evictbench.models.policy_weights import shape_data
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 from evictbench.policy.learner import Learner, Losses, Visible
 
 TOY = f"{Path(__file__)}:Toy"

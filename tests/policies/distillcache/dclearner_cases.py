@@ -12,9 +12,9 @@ from evictbench.policies.distillcache.recipe import Recipe
 from evictbench.policies.distillcache.reinforce import ReinforceLearner
 from evictbench.policies.distillcache.subset import gumbel_top
 from evictbench.policies.distillcache.supervised import SupervisedLearner
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
 from evictbench.policy.learner import Batch, Learner, Training
-from evictbench.policy.step import ModelShape
 
 LENGTH, PROMPT, STEPS = 72, 50, 12
 SHARE = Budget(share=0.6)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evictbench.models.policy_weights import Weights, shape_data
 from evictbench.policies.distillcache import DistillCache
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 from twin.cases import Case
 from twin.distillcache import Ranker
 

@@ -18,8 +18,8 @@ from evictbench.generation.fidelity import Text, evaluate
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import ELEMENTS_AT_ONCE
 from evictbench.policies.full import Full
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from test_distillcache_twin import ROUNDING
 
 from evictbench.policies.distillcache import DistillCache, hybrid
-from evictbench.policy.step import ModelShape, Step
+from evictbench.policy import ModelShape, Step
 from twin.cases import Case
 from twin.distillcache import distillcache_cases
 

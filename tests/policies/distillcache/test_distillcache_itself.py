@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from evictbench.cache.slots.cache import EvictionCache
 from evictbench.policies.distillcache import DistillCache
-from evictbench.policy.step import Step
+from evictbench.policy import Step
 from twin import distillcache as twin
 from twin.cases import Case, cases
 from twin.distillcache import distillcache_cases, random_ranker

@@ -13,8 +13,7 @@ from evictbench.generation.batching import admit
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import RECENT
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape, Policy
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

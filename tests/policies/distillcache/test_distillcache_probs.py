@@ -10,8 +10,7 @@ from torch import Tensor
 
 from evictbench.cache import attention
 from evictbench.cache.slots.cache import EvictionCache
-from evictbench.policy.base import Policy, Shares
-from evictbench.policy.step import Step
+from evictbench.policy import Policy, Shares, Step
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
 

@@ -15,7 +15,7 @@ from test_twins import check
 
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.network import Ranker
-from evictbench.policy.step import Step
+from evictbench.policy import Step
 from twin import distillcache as twin
 from twin.cases import Case
 from twin.distillcache import distillcache_cases

@@ -21,7 +21,7 @@ from evictbench.evaluation.settings import Settings
 from evictbench.models import policy_weights
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.kvpop import KVpop
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

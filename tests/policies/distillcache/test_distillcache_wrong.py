@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import RECENT, Totals, entropies, lengths
-from evictbench.policy.step import Step
+from evictbench.policy import Step
 from twin.cases import Case
 from twin.distillcache import distillcache_cases
 

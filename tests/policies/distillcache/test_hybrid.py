@@ -16,9 +16,8 @@ from evictbench.generation.fidelity import Text, evaluate
 from evictbench.policies.distillcache import DistillCache, Settings
 from evictbench.policies.distillcache.hybrid import left_for_others
 from evictbench.policies.full import Full
-from evictbench.policy.base import Policy
+from evictbench.policy import ModelShape, Policy, Step
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape, Step
 from twin.distillcache import random_ranker
 from twin.tiny import random_tokens, tiny_model
 

@@ -13,8 +13,8 @@ from evictbench.errors import UserError
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.allotment import OFF, Calibration
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 from twin.tiny import random_tokens, tiny_model
 
 TABLE = {"thresholds": [8.0, 2.0, -4.0], "beyond": [0.9, 0.5, 0.1], "length": 1024}

@@ -10,8 +10,8 @@ import torch
 from evictbench.generation.fidelity import Text, evaluate
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 from twin.dms import sees, separate_marks
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model

@@ -16,8 +16,8 @@ from evictbench.policies.dms import calibration
 from evictbench.policies.dms.gate import SeparateGate
 from evictbench.policies.dms.learner import DMSLearner, noise
 from evictbench.policies.dms.recipe import Recipe
+from evictbench.policy import ModelShape
 from evictbench.policy.learner import Batch, Training
-from evictbench.policy.step import ModelShape
 from evictbench.train.distillation import distance
 from evictbench.train.sparse_attention import attend_visible
 

@@ -16,7 +16,7 @@ from evictbench.cache.paged.cache import PagedCache
 from evictbench.generation.batching import admit, release
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy.step import Arriving, ModelShape
+from evictbench.policy import Arriving, ModelShape
 from twin.tiny import random_tokens, tiny_model
 
 

@@ -15,7 +15,7 @@ from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.allotment import Calibration
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 from twin.dms import borrowed, sees, separate_marks
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from evictbench.cache.paged.cache import PagedCache
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.centroids import starts
-from evictbench.policy.step import Arriving
+from evictbench.policy import Arriving
 from twin.indexmem_pp_run import Run, Told
 
 

@@ -14,7 +14,7 @@ from evictbench.errors import UserError
 from evictbench.models import policy_weights
 from evictbench.policies.indexmem_pp import IndexMem
 from evictbench.policies.indexmem_pp.scorer import scorers
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 
 SHAPE = ModelShape(layers=3, heads=4, kv_heads=2, head_dim=16, hidden_size=64)
 WIDTH = 24

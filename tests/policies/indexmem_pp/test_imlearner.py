@@ -19,8 +19,8 @@ from evictbench.policies.indexmem_pp import IndexMem
 from evictbench.policies.indexmem_pp.learner import IndexMemLearner
 from evictbench.policies.indexmem_pp.recipe import Recipe
 from evictbench.policies.indexmem_pp.scorer import scorers
+from evictbench.policy import ModelShape
 from evictbench.policy.learner import Batch, Training
-from evictbench.policy.step import ModelShape
 from evictbench.train import loop
 from evictbench.train.run import Outcome, train
 from evictbench.train.settings import Settings

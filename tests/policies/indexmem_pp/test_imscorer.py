@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp.scorer import Scorer, effective, scorers
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 
 HIDDEN, WIDTH, KV_HEADS = 12, 6, 2
 SHAPE = ModelShape(layers=3, heads=4, kv_heads=KV_HEADS, head_dim=8, hidden_size=HIDDEN)

@@ -13,7 +13,7 @@ from torch import Tensor
 from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp import allocation
 from evictbench.policies.indexmem_pp.allocation import read_table
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape
 from twin.indexmem_pp import by_common_mass, fill_by_mass
 
 Allocate = Callable[..., Tensor]

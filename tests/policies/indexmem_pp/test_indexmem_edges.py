@@ -16,7 +16,7 @@ from torch import Tensor
 from evictbench.cache.paged.cache import PagedCache
 from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp import IndexMem, Settings
-from evictbench.policy.step import Division
+from evictbench.policy import Division
 from twin.indexmem_pp_run import Rules, Run
 from twin.model import dense_forward
 

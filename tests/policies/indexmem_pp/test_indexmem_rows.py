@@ -20,8 +20,8 @@ from evictbench.generation.fidelity import Text, evaluate
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.scorer import Scorer
+from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 from twin.indexmem_pp import score_and_rate
 from twin.indexmem_pp_run import Rules, Run, Told
 from twin.tiny import random_tokens, tiny_model

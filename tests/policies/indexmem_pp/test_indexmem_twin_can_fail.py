@@ -14,7 +14,7 @@ from indexmem_engine import ToldScores, check
 from torch import Tensor
 
 from evictbench.policies.indexmem_pp import recursion
-from evictbench.policy.step import Arriving, Division, Rivals
+from evictbench.policy import Arriving, Division, Rivals
 from twin.indexmem_pp import Centroid, Pool, ranked
 from twin.indexmem_pp_run import Run
 

@@ -12,8 +12,7 @@ from learned import random_tensors
 from evictbench.errors import UserError
 from evictbench.models import policy_weights
 from evictbench.policies.kvpop import KVpop, KVpopMLP
-from evictbench.policy.base import Policy
-from evictbench.policy.step import ModelShape
+from evictbench.policy import ModelShape, Policy
 
 SHAPE = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16)
 BOTH = pytest.mark.parametrize("cls", [KVpop, KVpopMLP])

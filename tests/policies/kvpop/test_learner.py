@@ -16,9 +16,8 @@ from evictbench.models.policy_weights import Weights
 from evictbench.policies.kvpop import KVpop, KVpopMLP, learner
 from evictbench.policies.kvpop.learner import ScorerLearner
 from evictbench.policies.kvpop.ranking import sequence_deadlines
-from evictbench.policy.base import Policy
+from evictbench.policy import ModelShape, Policy
 from evictbench.policy.learner import Batch, Training
-from evictbench.policy.step import ModelShape
 from evictbench.train.sparse_attention import Following
 from twin import dense_forward, tiny_model
 from twin import future as future_twin

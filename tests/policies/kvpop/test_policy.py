@@ -17,9 +17,8 @@ from evictbench.generation.batching import admit, release
 from evictbench.generation.generator import Generator, Request
 from evictbench.policies.full import Full
 from evictbench.policies.kvpop import KVpop, KVpopMLP
-from evictbench.policy.base import Policy
+from evictbench.policy import ModelShape, Policy
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine

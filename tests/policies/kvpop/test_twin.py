@@ -8,7 +8,7 @@ from learned import random_fit
 from test_twins import check
 
 from evictbench.policies.kvpop import KVpop, KVpopMLP
-from evictbench.policy.base import Policy
+from evictbench.policy import Policy
 from twin.cases import Case, cases
 
 ROUNDING = 1e-4

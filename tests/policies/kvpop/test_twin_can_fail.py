@@ -15,8 +15,7 @@ from torch import Tensor
 
 from evictbench.policies.kvpop import KVpop, KVpopMLP
 from evictbench.policies.kvpop.delayed import score_leaving
-from evictbench.policy.base import Policy
-from evictbench.policy.step import Entering, Step
+from evictbench.policy import Entering, Policy, Step
 from twin.cases import Case, cases
 
 

@@ -22,8 +22,8 @@ from evictbench.generation.generator import Generator, Request
 from evictbench.generation.runner import Feeder
 from evictbench.policies.full import Full
 from evictbench.policies.oracle import LEAST_LABEL, UNLABELLED, Oracle
+from evictbench.policy import DenseRun, Entering
 from evictbench.policy.budget import Budget
-from evictbench.policy.step import DenseRun, Entering
 from twin import oracle as twin
 from twin.cases import Case
 from twin.oracle import oracle_cases

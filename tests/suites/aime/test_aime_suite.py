@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.suite.spec import Sampling, SuiteRequest
+from evictbench.suite import Sampling, SuiteRequest
 from evictbench.suites.aime import SUITE
 
 # the spellings of the copies on the hub: HuggingFaceH4, math-ai, Maxwell-Jia, opencompass

@@ -13,7 +13,7 @@ import pytest
 
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks
-from evictbench.suite.spec import SuiteRequest
+from evictbench.suite import SuiteRequest
 from evictbench.suites.fidelity import SUITE
 
 WORDS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suites.gsm8k import SUITE
 
 PROBLEMS = [

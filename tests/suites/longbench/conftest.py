@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from longbench_records import record, write
 
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suites.longbench import SUITE
 from evictbench.suites.longbench.tasks import LONGBENCH_E, OFFICIAL
 from evictbench.suites.longbench.templates import TEMPLATES

@@ -13,7 +13,7 @@ from longbench_records import record, write
 
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks
-from evictbench.suite.spec import Sampling
+from evictbench.suite import Sampling
 from evictbench.suites.longbench import SUITE
 from evictbench.suites.longbench.documents import documents as load
 from evictbench.suites.longbench.tasks import E_TASKS, ENGLISH_AND_CODE, OFFICIAL, PROTOCOLS, TASKS, VERSION

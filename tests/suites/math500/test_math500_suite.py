@@ -7,7 +7,7 @@ import json
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.suite.spec import Sampling, SuiteRequest
+from evictbench.suite import Sampling, SuiteRequest
 from evictbench.suites.math500 import SUITE
 
 RECORDS = [

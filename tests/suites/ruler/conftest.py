@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suites.ruler import SUITE
 from evictbench.suites.ruler.prose import sentences
 from evictbench.suites.ruler.wordlists import single
