@@ -43,7 +43,8 @@ test: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy evictbench policies suites training studies
+	$(BIN)/mypy evictbench policies suites training studies benchmarks
+	$(BIN)/lint-imports --no-cache
 
 format: setup
 	$(BIN)/ruff check --fix .

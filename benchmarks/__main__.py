@@ -9,10 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
-from evictbench.cache.paged.cache import PagedCache
-from evictbench.cache.slots.cache import EvictionCache
-from evictbench.generation.batching import admit
+from benchmarks.arms import Arm, admitted, bundled_policy, random_tokens, take_turns, timed
+from evictbench.cache.base import KVCache
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.load import load_model, resolve
-from evictbench.registry import parse_policy
+from evictbench.policy import Prefill
 
 EVICTING = ("streaming_llm", "tova", "h2o", "snapkv", "random")
 GOALS = {
@@ -44,78 +40,20 @@ GOALS = {
 }
 
 
-def build(name: str) -> Any:
-    chosen = parse_policy(name)
-    return chosen.policy(chosen.config)
-
-
-def tokens_for(length: int, rows: int = 1) -> torch.Tensor:
-    return torch.randint(1000, 40_000, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-def plain(model: PreTrainedModel, cache: Any, ids: torch.Tensor, start: int) -> torch.Tensor:
-    positions = torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
-    with cache.listening() if isinstance(cache, PagedCache) else nullcontext():
-        output = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return output.logits[:, -1]
-
-
 def dense_prefill(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache:
+    """Plain transformers: one pass over the prompt."""
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)
-    plain(model, cache, ids, 0)
+    Arm(model, cache, "sdpa", 0).forward(ids)
     return cache
 
 
-def our_prefill(
-    model: PreTrainedModel, name: str, ids: torch.Tensor, budget: int, mode: Any, chunk: int
-) -> EvictionCache:
-    policy = build(name)
-    length = ids.shape[1]
-    cache = EvictionCache(model, policy, budget if policy.needs_budget else None, prefill=mode, prompt_length=length)
-    for start in range(0, length, chunk):
-        plain(model, cache, ids[:, start : start + chunk], start)
-    return cache
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    started = time.perf_counter()
-    result = work()
-    return time.perf_counter() - started, result
-
-
-class Arm:
-    """A prepared cache that decodes one token a call, with the attention implementation that belongs to it."""
-
-    def __init__(self, model: PreTrainedModel, cache: Any, attention: str, seen: int, rows: int = 1) -> None:
-        self.model, self.cache, self.attention, self.seen, self.rows = model, cache, attention, seen, rows
-        self.times: list[float] = []
-
-    def step(self) -> None:
-        if self.model.config._attn_implementation != self.attention:
-            self.model.set_attn_implementation(self.attention)
-        ids = torch.full((self.rows, 1), 1000 + self.seen % 1000)
-        seconds, _ = timed(lambda: plain(self.model, self.cache, ids, self.seen))
-        self.times.append(seconds)
-        self.seen += 1
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.times[3:])
-
-
-def take_turns(arms: dict[str, Arm], steps: int) -> None:
-    for _ in range(steps):
-        for arm in arms.values():
-            arm.step()
-
-
-def many_rows(model: PreTrainedModel, prompt: EvictionCache, name: str, budget: int, rows: int) -> EvictionCache:
-    """One prompt's survivors, admitted `rows` times."""
-    cache = EvictionCache(model, build(name), budget, prefill="bounded", rows=rows)
-    for _ in range(rows):
-        admit(cache, prompt)
-    return cache
+def our_runner(model: PreTrainedModel, name: str, budget: int, mode: Prefill, chunk: int) -> ModelRunner:
+    """A runner under a policy. mode: "native" or "bounded"."""
+    policy = bundled_policy(name, model)
+    return ModelRunner(
+        model, policy, policy.read_budget(budget if policy.needs_budget else None), prefill=mode, chunk=chunk
+    )
 
 
 def main() -> None:
@@ -133,7 +71,14 @@ def main() -> None:
     torch.set_grad_enabled(False)
     console = Console()
     model = load_model(resolve("smollm2"), device="cpu", dtype="float32")
-    ids = tokens_for(options.prompt)
+    ids = random_tokens(options.prompt)
+    tokens = ids[0].tolist()
+
+    def read(name: str, mode: Prefill = "native", chunk: int = 512) -> tuple[float, KVCache]:
+        runner = our_runner(model, name, options.budget, mode, chunk)
+        seconds, (cache, _) = timed(lambda: runner.prefill(tokens))
+        return seconds, cache
+
     console.print(
         f"SmolLM2-135M, float32, {torch.get_num_threads()} threads, torch {torch.__version__}, {platform.machine()}; "
         f"prompt {options.prompt}, budget {options.budget}, bounded, chunk {options.chunk}"
@@ -145,14 +90,11 @@ def main() -> None:
         took, caches["plain"] = timed(lambda: dense_prefill(model, ids))
         seconds["plain"] = min(took, seconds.get("plain", took))
         for name in EVICTING:
-            took, caches[name] = timed(
-                lambda name=name: our_prefill(model, name, ids, options.budget, "bounded", options.chunk)
-            )
+            took, caches[name] = read(name, "bounded", options.chunk)
             seconds[name] = min(took, seconds.get(name, took))
-        took, _ = timed(lambda: our_prefill(model, "h2o", ids, options.budget, "native", 512))
+        took, _ = read("h2o")
         seconds["h2o native"] = min(took, seconds.get("h2o native", took))
-    took, caches["full"] = timed(lambda: our_prefill(model, "full", ids, options.budget, "native", 512))
-    seconds["full"] = took
+    seconds["full"], caches["full"] = read("full")
 
     length = options.prompt
     arms = {
@@ -160,7 +102,8 @@ def main() -> None:
         "full": Arm(model, caches["full"], "evictbench", length),
     }
     take_turns(arms, options.steps)
-    eight = many_rows(model, caches["streaming_llm"], "streaming_llm", options.budget, 8)
+    runner = our_runner(model, "streaming_llm", options.budget, "bounded", options.chunk)
+    eight = admitted(runner, caches["streaming_llm"], 8)
     budgeted = {name: Arm(model, caches[name], "evictbench", length) for name in EVICTING}
     budgeted["8 rows"] = Arm(model, eight, "evictbench", length, rows=8)
     take_turns(budgeted, options.steps)
@@ -168,11 +111,14 @@ def main() -> None:
 
     table = Table("arm", "prefill s", "decode ms", "tokens/s", "cache MB", "prefill peak MB", title="Measured")
     for name, arm in arms.items():
-        nbytes = arm.cache.nbytes() if isinstance(arm.cache, EvictionCache) else _dynamic_bytes(arm.cache)
-        peak = f"{arm.cache.bytes_peak / 1e6:.1f}" if isinstance(arm.cache, EvictionCache) else f"{nbytes / 1e6:.1f}"
+        if name == "plain":
+            nbytes = peak = sum(layer.keys.nbytes + layer.values.nbytes for layer in arm.cache.layers)
+        else:
+            nbytes, peak = arm.cache.nbytes(), arm.cache.bytes_peak
         prefill = f"{seconds[name]:.2f}" if name in seconds else "-"
         table.add_row(
-            name, prefill, f"{arm.seconds * 1e3:.1f}", f"{arm.rows / arm.seconds:.1f}", f"{nbytes / 1e6:.1f}", peak
+            *(name, prefill, f"{arm.seconds * 1e3:.1f}", f"{arm.rows / arm.seconds:.1f}"),
+            *(f"{nbytes / 1e6:.1f}", f"{peak / 1e6:.1f}"),
         )
     table.add_row("h2o native", f"{seconds['h2o native']:.2f}", "-", "-", "-", "-")
     console.print(table)
@@ -195,10 +141,6 @@ def main() -> None:
         options.out.write_text(
             json.dumps({"settings": settings, "prefill_seconds": seconds, "ratios": ratios}, indent=2)
         )
-
-
-def _dynamic_bytes(cache: DynamicCache) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sections import RESULTS, goal, replace_section, table
-from benchmarks.serving import Answer, Arm
+from benchmarks.serving import Answer, ArmProcess
 
 ROOT = Path(__file__).parent.parent
 
 POLICIES = ("streaming_llm", "tova")
 
 TASKS = "niah_single_1,niah_single_2,vt,fwe"
-"""Of RULER, those that need no data."""
+"""The tasks of RULER that need no data."""
 
 PARTS = ("decode", "prefill", "observed", "evaluation")
 
@@ -41,7 +41,7 @@ Rounds = dict[str, list[Answer]]
 
 
 class Bench:
-    """What was asked for, and the files that both sides read."""
+    """The options, and the files that both sides read."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
@@ -51,32 +51,32 @@ class Bench:
         self.ids.write_text(json.dumps([numbers.randrange(1000, 40_000) for _ in range(options.prompt)]))
 
     @contextmanager
-    def ours(self, name: str, policy: str, prefill: str = "native") -> Iterator[Arm]:
+    def ours(self, name: str, policy: str, prefill: str = "native") -> Iterator[ArmProcess]:
         options = self.options
         arguments = ["--prefill", prefill, "--chunk", str(options.chunk), "--rows", str(options.rows)]
         with self._arm(name, sys.executable, "benchmarks.our_arms", policy, arguments) as arm:
             yield arm
 
     @contextmanager
-    def theirs(self, name: str, policy: str) -> Iterator[Arm]:
+    def theirs(self, name: str, policy: str) -> Iterator[ArmProcess]:
         from evictbench.models import bundled
 
-        arguments = ["--model", str(bundled.ensure())]
+        arguments = ["--model", str(bundled.ensure_converted())]
         with self._arm(name, str(self.options.kvpress_python), "benchmarks.kvpress_arms", policy, arguments) as arm:
             self.versions = arm.ask("versions")
             yield arm
 
     @contextmanager
-    def _arm(self, name: str, python: str, module: str, policy: str, arguments: list[str]) -> Iterator[Arm]:
+    def _arm(self, name: str, python: str, module: str, policy: str, arguments: list[str]) -> Iterator[ArmProcess]:
         settings = ["--budget", str(self.options.budget), "--interval", str(self.options.interval)]
-        arm = Arm(name, [python, "-m", module, "--policy", policy, *settings, *arguments], ROOT)
+        arm = ArmProcess(name, [python, "-m", module, "--policy", policy, *settings, *arguments], ROOT)
         try:
             yield arm
         finally:
             arm.close()
 
     def write(self, heading: str, part: str, text: str) -> None:
-        """Print a section; keep it unless this is only a look."""
+        """Print a section, and write it into the file of results, if there is one."""
         theirs = self.versions
         text = (
             f"kvpress {theirs['kvpress']} with torch {theirs['torch']}, transformers {theirs['transformers']}, "
@@ -100,7 +100,7 @@ def command(options: argparse.Namespace, part: str) -> str:
     return "make bench-kvpress KVPRESS_ARGS=" + shlex.quote(" ".join(changed)).replace("'", '"')
 
 
-def take_turns(arms: Mapping[str, Arm], repeats: int, do: str, **arguments: Any) -> Rounds:
+def take_turns(arms: Mapping[str, ArmProcess], repeats: int, do: str, **arguments: Any) -> Rounds:
     """Every arm once, then every arm again."""
     rounds: Rounds = {name: [] for name in arms}
     for number in range(1, repeats + 1):
@@ -117,18 +117,18 @@ def spread(values: list[float], digits: int = 1) -> str:
 
 
 def few(turns: int) -> str:
-    """How many turns of an arm that takes minutes."""
+    """The number of turns of an arm that takes minutes, in words."""
     return "a single turn" if turns == 1 else f"{turns} turns only (lowest to highest)"
 
 
 def compared(
-    rounds: Rounds, better: str, other: str, value: Callable[[Answer], float], wanted: float, *, sign: str = ">="
+    rounds: Rounds, above: str, below: str, value: Callable[[Answer], float], wanted: float, *, sign: str = ">="
 ) -> tuple[str, ...]:
-    """A row: the ratio of two arms' medians, that of each round, and the goal."""
-    top, bottom = ([value(answer) for answer in rounds[name]] for name in (better, other))
-    ratio = statistics.median(top) / statistics.median(bottom)
-    each = [one / two for one, two in zip(top, bottom, strict=True)]
-    return f"{ratio:.2f}", f"{min(each):.2f} to {max(each):.2f}", goal(ratio, sign, wanted)
+    """Cells of a row: the ratio of two arms' medians, the range of the rounds' ratios, and the goal."""
+    numerators, denominators = ([value(answer) for answer in rounds[name]] for name in (above, below))
+    ratio = statistics.median(numerators) / statistics.median(denominators)
+    ratios = [top / bottom for top, bottom in zip(numerators, denominators, strict=True)]
+    return f"{ratio:.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}", goal(ratio, sign, wanted)
 
 
 def seconds(answer: Answer) -> float:
@@ -143,7 +143,7 @@ def decode(bench: Bench) -> None:
     """Decode after one interval of warming up, in whole intervals: kvpress' cut falls at the end of each."""
     options = bench.options
     with ExitStack() as stack:
-        arms: dict[str, Arm] = {}
+        arms: dict[str, ArmProcess] = {}
         for policy in POLICIES:
             arms[policy] = stack.enter_context(bench.ours(policy, policy, "bounded"))
             name = f"kvpress {policy}"
@@ -156,8 +156,8 @@ def decode(bench: Bench) -> None:
     measured = [
         [
             name,
-            spread([rate(one) for one in answers]),
-            spread([1000 * seconds(one) / one["steps"] for one in answers]),
+            spread([rate(answer) for answer in answers]),
+            spread([1000 * seconds(answer) / answer["steps"] for answer in answers]),
             str(answers[-1]["entries"]),
             f"{peaks[name] / 1e6:.0f}",
         ]
@@ -187,7 +187,7 @@ def prefill(bench: Bench) -> None:
     """The prompt, bounded, against kvpress' one pass over all of it."""
     options = bench.options
     with ExitStack() as stack:
-        arms: dict[str, Arm] = {}
+        arms: dict[str, ArmProcess] = {}
         for policy in POLICIES:
             arms[policy] = stack.enter_context(bench.ours(policy, policy, "bounded"))
             name = f"kvpress {policy}"
@@ -220,10 +220,13 @@ def observed(bench: Bench) -> None:
         rounds = take_turns(arms, options.slow_repeats, "prefill", ids=str(bench.ids))
     first = {name: answers[:1] for name, answers in rounds.items()}
     goals = {"h2o bounded": 7.0, "h2o native": 3.0}
-    ratios = [[f"seconds: kvpress / {one}", *compared(rounds, theirs, one, seconds, goals[one])] for one in goals]
-    for one in goals:
-        row = compared(first, one, theirs, lambda answer: float(answer["peak_bytes"]), 1 / 3, sign="<=")
-        ratios.append([f"peak: {one} / kvpress", row[0], "", row[2]])
+    ratios = [
+        [f"seconds: kvpress / {name}", *compared(rounds, theirs, name, seconds, wanted)]
+        for name, wanted in goals.items()
+    ]
+    for name in goals:
+        row = compared(first, name, theirs, lambda answer: float(answer["peak_bytes"]), 1 / 3, sign="<=")
+        ratios.append([f"peak: {name} / kvpress", row[0], "", row[2]])
     bench.write(
         "Against kvpress: H2O's prefill",
         "observed",
@@ -239,7 +242,7 @@ def observed(bench: Bench) -> None:
 
 
 def _prefilled(name: str, answers: list[Answer]) -> list[str]:
-    return [name, spread([seconds(one) for one in answers], 2), f"{answers[0]['peak_bytes'] / 1e6:.0f}"]
+    return [name, spread([seconds(answer) for answer in answers], 2), f"{answers[0]['peak_bytes'] / 1e6:.0f}"]
 
 
 def evaluation(bench: Bench) -> None:
@@ -254,14 +257,14 @@ def evaluation(bench: Bench) -> None:
         arms[theirs] = stack.enter_context(bench.theirs(theirs, policy))
         for new_tokens, wanted in ((options.long_answer, 2.0), (options.short_answer, 1.4)):
             rounds = take_turns(arms, options.slow_repeats, "evaluate", prompts=str(prompts), new_tokens=new_tokens)
-            made = {one["tokens"] for answers in rounds.values() for one in answers}
+            made = {answer["tokens"] for answers in rounds.values() for answer in answers}
             assert made == {new_tokens * len(lengths)}, f"every arm makes as many tokens, not {made}"
             rows += [
                 [
                     name,
                     str(new_tokens),
-                    spread([rate(one) for one in answers]),
-                    spread([seconds(one) for one in answers]),
+                    spread([rate(answer) for answer in answers]),
+                    spread([seconds(answer) for answer in answers]),
                 ]
                 for name, answers in rounds.items()
             ]
@@ -285,10 +288,10 @@ def evaluation(bench: Bench) -> None:
 def ruler_prompts(bench: Bench) -> tuple[Path, list[int]]:
     """The prompts as token ids with the border before the question; the file, and their lengths."""
     from evictbench.evaluation.plan import make_plan
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
     options = bench.options
-    settings = Settings(
+    settings = RunSettings(
         policy="streaming_llm",
         budget=str(options.budget),
         suite="ruler",
@@ -299,14 +302,14 @@ def ruler_prompts(bench: Bench) -> tuple[Path, list[int]]:
         dtype="float32",
         out=bench.folder / "runs",
     )
-    planned = make_plan(settings).prompts[: options.samples]
-    samples = [{"ids": list(one.prompt.ids), "border": one.prompt.border} for one in planned]
-    for one in planned:
-        assert one.prompt.border is not None, "the question is unseen in both"
-        assert one.prompt.border > options.budget, "every context is cut"
+    prompts = [planned.prompt for planned in make_plan(settings).prompts[: options.samples]]
+    samples = [{"ids": list(prompt.ids), "border": prompt.border} for prompt in prompts]
+    for prompt in prompts:
+        assert prompt.border is not None, "the question is unseen in both"
+        assert prompt.border > options.budget, "every context is cut"
     file = bench.folder / "prompts.json"
     file.write_text(json.dumps(samples))
-    return file, [len(one.prompt.ids) for one in planned]
+    return file, [len(prompt.ids) for prompt in prompts]
 
 
 def main() -> None:

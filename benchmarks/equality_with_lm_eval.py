@@ -31,7 +31,7 @@ def main() -> None:
     from lm_eval.models.huggingface import HFLM
 
     from evictbench.evaluation.plan import make_plan
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
     from evictbench.generation.generator import Generator, Request
     from evictbench.models.load import load_model
 
@@ -40,7 +40,9 @@ def main() -> None:
         if options.only and options.only != name:
             continue
         chosen = {key: value for key, value in case.items() if key != "each"}
-        plan = make_plan(Settings(policy="full", limit=case["each"], data_dir=options.data_dir, device="cpu", **chosen))
+        plan = make_plan(
+            RunSettings(policy="full", limit=case["each"], data_dir=options.data_dir, device="cpu", **chosen)
+        )
         model = load_model(plan.source, "cpu", "float32")
         theirs = HFLM(pretrained=model, tokenizer=plan.tokenizer, batch_size=1, max_length=8192)
         texts, answers = [], []

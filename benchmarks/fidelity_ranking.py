@@ -23,9 +23,9 @@ Values = dict[tuple[int, int], float]
 
 def main() -> None:
     options = _options()
-    found = {name: _measure(name, options) for name in options.policies}
-    kl = {name: values["kl"] for name, values in found.items()}
-    agreement = {name: values["agreement"] for name, values in found.items()}
+    metrics = {name: _measure(name, options) for name in options.policies}
+    kl = {name: values["kl"] for name, values in metrics.items()}
+    agreement = {name: values["agreement"] for name, values in metrics.items()}
     print(
         f"\n{options.model}, {options.task}, budget {options.budget}, context {options.context}, {options.texts} texts"
     )
@@ -71,14 +71,14 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(policy: str, options: argparse.Namespace) -> dict[str, Values]:
-    """Metric to its values, over every seed; what is there from before is not run again."""
+    """Values by metric, over every seed; samples from earlier runs are not run again."""
     from evictbench.evaluation.run import run
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
     from evictbench.store import run_folder
 
-    found: dict[str, Values] = {"kl": {}, "agreement": {}}
+    metrics: dict[str, Values] = {"kl": {}, "agreement": {}}
     for seed in options.seeds:
-        settings = Settings(
+        settings = RunSettings(
             policy=policy,
             suite="fidelity",
             budget=None if policy == "full" else options.budget,
@@ -99,13 +99,13 @@ def _measure(policy: str, options: argparse.Namespace) -> dict[str, Values]:
             raise SystemExit(f"interrupted; what is finished is in {options.out}")
         for line in run_folder.read_samples(outcome.plan.folder).values():
             if line["doc_id"] < options.texts:
-                for name, values in found.items():
+                for name, values in metrics.items():
                     values[seed, line["doc_id"]] = line["metrics"][name]
-    return found
+    return metrics
 
 
 def _mean(values: Values, seed: int) -> float:
-    return fmean(value for (of, _), value in values.items() if of == seed)
+    return fmean(value for (value_seed, _), value in values.items() if value_seed == seed)
 
 
 def _difference(first: Values, second: Values) -> tuple[float, float, float]:
@@ -128,7 +128,7 @@ def _tau(first: list[str], second: list[str]) -> float:
 
 
 class _Watcher:
-    """Counts samples on one line a run."""
+    """Prints a line for each sample of a run."""
 
     def __init__(self, title: str):
         self._title = title
@@ -140,10 +140,10 @@ class _Watcher:
         print(f"{self._title}: {sentence}", flush=True)
 
     def phase(self, text: str) -> None:
-        """Nothing to say."""
+        """Prints nothing."""
 
     def start(self, finished: Any, total: int) -> None:
-        """Nothing to say."""
+        """Prints nothing."""
 
     def sample(self, line: dict[str, Any]) -> None:
         print(f"{self._title}: text {line['doc_id']}, KL {line['metrics']['kl']:.4f}", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_check [--device cpu --tiny]`: what a GPU alone can tell, in under four minutes on an H200.
+"""`python -m benchmarks.gpu_check [--device cpu --tiny]`: checks that need a GPU, in under four minutes on an H200.
 
 Needs torch and transformers (psutil and rich too, which come with them), no network, no weights and no installation:
 run it in a checkout. First every policy on a
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.gpu_decode import Bench, Contender, Line, _Arm, top_kernels
+from benchmarks.gpu_decode import Bench, Contender, DecodeArm, Line, top_kernels
 from benchmarks.gpu_equality import BUDGET, WINDOW, Equality, compare, small_model
 from benchmarks.random_entries import filled
 from benchmarks.random_policies import names, policy_for
@@ -30,10 +30,10 @@ from benchmarks.sections import RESULTS, goal, replace_section, table
 from benchmarks.steps import NONE, Oldest
 from evictbench.cache.paged import attention
 from evictbench.errors import UserError
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.models import random_models
 from evictbench.policy.budget import Budget
-from evictbench.trace.cell import read_weights
+from evictbench.trace.cell import read_weight_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ FULL, KVPOP, DMS_MEAN, DMS_SHARE = "full", "kvpop", "dms, equal mean", "dms, 25%
 SCORED = ("streaming_llm", "h2o", KVPOP)
 EVICTED = (*SCORED, DMS_MEAN)
 LIMIT = 220.0
-"""Seconds after which nothing new is begun; what is under way ends well within four minutes."""
+"""Seconds after which nothing new is begun; a measurement under way ends well within four minutes."""
 
 
 class Plan:
@@ -64,42 +64,41 @@ def contenders(model: PreTrainedModel, plan: Plan) -> list[Contender]:
     """Full, no policy, and the policies, all at one budget; DMS also at a share."""
     budget = Budget(tokens=plan.budget)
 
-    def of(name: str, where: Budget | None, label: str | None = None) -> Contender:
-        return Contender(label or name, policy_for(name, model.config, plan.window), where)
+    def under(name: str, budget: Budget | None, label: str | None = None) -> Contender:
+        return Contender(label or name, policy_for(name, model.config, plan.window), budget)
 
     return [
-        of(FULL, None),
+        under(FULL, None),
         Contender(NONE, Oldest(), budget),
-        *(of(name, budget) for name in SCORED),
-        of("dms", budget, DMS_MEAN),
-        of("dms", Budget(share=0.25), DMS_SHARE),
+        *(under(name, budget) for name in SCORED),
+        under("dms", budget, DMS_MEAN),
+        under("dms", Budget(share=0.25), DMS_SHARE),
     ]
 
 
 def goals(
-    lines: Sequence[Line], found: Sequence[Equality], plan: Plan, prompts: Sequence[Line] = ()
+    lines: Sequence[Line], equalities: Sequence[Equality], plan: Plan, prompts: Sequence[Line] = ()
 ) -> list[list[str]]:
     """Rows of the table of goals: each value beside what it must reach; "not measured" counts as missed."""
     at = {(line.name, line.seen, line.rows): line for line in lines}
     few, many = plan.rows
     short, longest = plan.lengths[0], plan.lengths[-1]
-    equal = sum(one.equal for one in found)
-    rows = [["policies equal to the CPU's", f"{equal} of {len(found)}", _verdict(equal == len(found) > 0)]]
+    equal, compared = sum(equality.equal for equality in equalities), len(equalities)
+    rows = [["policies equal to the CPU's", f"{equal} of {compared}", _verdict(equal == compared > 0)]]
     for name in EVICTED:
         ends = [at.get((name, seen, few)) for seen in (short, longest)]
-        for what in ("cache_bytes", "own_bytes"):
-            sizes = [getattr(line, what) for line in ends if line is not None and getattr(line, what)]
-            words = {"cache_bytes": "cache", "own_bytes": "most memory"}[what]
+        for field, title in (("cache_bytes", "cache"), ("own_bytes", "most memory")):
+            sizes = [getattr(line, field) for line in ends if line is not None and getattr(line, field)]
             value = sizes[1] / sizes[0] if len(sizes) == 2 else None
-            rows.append(_row(f"{name}: {words} at {longest:,} over {short:,} tokens, {few} row", value, 1.01))
+            rows.append(_row(f"{name}: {title} at {longest:,} over {short:,} tokens, {few} row", value, 1.01))
     for rows_here, wanted in ((many, 0.35), (few, 0.6)):
         rows += _ratios(at, KVPOP, FULL, longest, rows_here, wanted)
     for name in EVICTED:
         for rows_here in plan.rows:
             rows += _ratios(at, name, NONE, longest, rows_here, 1.1)
-    read = {line.name: line for line in prompts}
+    by_name = {line.name: line for line in prompts}
     for name in SCORED:
-        value = _over(_field(read.get(name), "read_seconds"), _field(read.get(FULL), "read_seconds"))
+        value = _over(_field(by_name.get(name), "read_seconds"), _field(by_name.get(FULL), "read_seconds"))
         shown = "not measured" if value is None else f"{value:.3f}"
         rows.append([f"{name}: a prompt of {plan.prompt:,} tokens over full", shown, "reported"])
     return rows
@@ -109,26 +108,29 @@ def _ratios(
     at: dict[tuple[str, int, int], Line], name: str, base: str, seen: int, rows: int, wanted: float
 ) -> list[list[str]]:
     """One contender's step over another's, as it is and recorded."""
-    found = []
-    ways = [("seconds", "step"), ("recorded", "recorded step")]
-    for what, how in ways[:1] if name == DMS_MEAN else ways:  # pages change hands: there is nothing to record
-        value = _over(*(_field(at.get((one, seen, rows)), what) for one in (name, base)))
-        found.append(_row(f"{name}: {how} over {base}, {seen:,} tokens, {rows} row{'s' * (rows > 1)}", value, wanted))
-    return found
+    fields = [("seconds", "step"), ("recorded", "recorded step")]
+    if name == DMS_MEAN:  # pages change hands: there is nothing to record
+        del fields[1]
+    table_rows = []
+    for field, title in fields:
+        value = _over(*(_field(at.get((contender, seen, rows)), field) for contender in (name, base)))
+        title = f"{name}: {title} over {base}, {seen:,} tokens, {rows} row{'s' * (rows > 1)}"
+        table_rows.append(_row(title, value, wanted))
+    return table_rows
 
 
 def _field(line: Line | None, name: str) -> float | None:
     return None if line is None else getattr(line, name)
 
 
-def _over(one: float | None, other: float | None) -> float | None:
-    return one / other if one is not None and other else None
+def _over(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
 
 
-def _row(words: str, value: float | None, wanted: float) -> list[str]:
+def _row(title: str, value: float | None, wanted: float) -> list[str]:
     if value is None:
-        return [words, "not measured", f"<= {wanted:g}: missed"]
-    return [words, f"{value:.3f}", goal(value, "<=", wanted)]
+        return [title, "not measured", f"<= {wanted:g}: missed"]
+    return [title, f"{value:.3f}", goal(value, "<=", wanted)]
 
 
 def _verdict(met: bool) -> str:
@@ -172,15 +174,15 @@ def shown(line: Line, weights: int) -> list[str]:
 
 
 def kernels(model: PreTrainedModel, plan: Plan) -> str:
-    """What the device does in one plain step of full and KVpop, where their goal is."""
+    """The operations of the device in one plain step of full and KVpop."""
     parts = []
-    for one in contenders(model, plan):
-        if one.name in (FULL, KVPOP):
-            feeder = Feeder(model, one.policy, one.budget)
-            arm = _Arm(model, feeder, filled(feeder, plan.rows[0], plan.lengths[1]))
+    for contender in contenders(model, plan):
+        if contender.name in (FULL, KVPOP):
+            runner = ModelRunner(model, contender.policy, contender.budget)
+            arm = DecodeArm(model, runner, filled(runner, plan.rows[0], plan.lengths[1]))
             arm.step()
-            found = [[name, f"{ms:.3f}", str(calls)] for name, ms, calls in top_kernels(arm.step)]
-            parts.append(f"{one.name}:\n\n" + table(["operation", "device ms", "calls"], found))
+            operations = [[name, f"{ms:.3f}", str(calls)] for name, ms, calls in top_kernels(arm.step)]
+            parts.append(f"{contender.name}:\n\n" + table(["operation", "device ms", "calls"], operations))
             del arm
     return "\n\n".join(parts)
 
@@ -193,23 +195,23 @@ def check(options: argparse.Namespace) -> tuple[str, bool]:
     def left() -> float:
         return float(options.limit - (time.perf_counter() - began))
 
-    def say(words: str) -> None:
-        print(f"{time.perf_counter() - began:6.1f} s  {words}", flush=True)
+    def report(text: str) -> None:
+        print(f"{time.perf_counter() - began:6.1f} s  {text}", flush=True)
 
-    say("every policy on a small model")
+    report("every policy on a small model")
     small = small_model()
-    found: list[Equality] = []
+    equalities: list[Equality] = []
     for name in names():
-        found.append(compare(name, small, device, *plan.equality))
-        say(f"{name}: {found[-1].words}")
-    paged = attention._by_flex_attention
-    flex_small, paged.agrees = paged.agrees, None
+        equalities.append(compare(name, small, device, *plan.equality))
+        report(f"{name}: {equalities[-1].verdict}")
+    flex = attention._by_flex_attention
+    flex_small, flex.agrees = flex.agrees, None
     if options.tiny:
         model = small.to(device)
     else:
-        say(f"building {SHAPE} with random weights")
-        model = random_models.build(random_models.named(SHAPE), device, "bfloat16", seed=0)
-    weights = read_weights(model)
+        report(f"building {SHAPE} with random weights")
+        model = random_models.build(random_models.find_shape(SHAPE), device, "bfloat16", seed=0)
+    weights = read_weight_bytes(model)
     record = cuda_graph if torch.device(device).type == "cuda" else None
     bench = Bench(model, contenders(model, plan), left, record, plan.runs, plan.steps)
     lines: list[Line] = []
@@ -219,19 +221,22 @@ def check(options: argparse.Namespace) -> tuple[str, bool]:
         for rows in plan.rows:
             for line in bench.cell(seen, rows):
                 lines.append(line)
-                say(" | ".join(shown(line, weights)))
+                report(" | ".join(shown(line, weights)))
     for line in bench.prompts(plan.prompt, plan.chunk):
         prompts.append(line)
-        say(" | ".join(shown(line, weights)))
+        report(" | ".join(shown(line, weights)))
     lines.sort(key=lambda line: (line.seen, line.rows))
-    judged = goals(lines, found, plan, prompts)
-    named = "the CPU" if record is None else torch.cuda.get_device_name(device)
+    judged = goals(lines, equalities, plan, prompts)
+    device_name = "the CPU" if record is None else torch.cuda.get_device_name(device)
     text = "\n\n".join(
         [
-            f"On {named}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s in all. FlexAttention over "
-            f"DMS's pages: small model {_flex(flex_small)}, large model {_flex(paged.agrees)}."
+            f"On {device_name}, torch {torch.__version__}, {time.perf_counter() - began:.0f} s in all. FlexAttention "
+            f"over DMS's pages: small model {_flex(flex_small)}, large model {_flex(flex.agrees)}."
             + (" Times of so small a model mean nothing." if options.tiny else ""),
-            table(["policy", "against the CPU", ""], [[one.policy, one.words, _verdict(one.equal)] for one in found]),
+            table(
+                ["policy", "against the CPU", ""],
+                [[equality.policy, equality.verdict, _verdict(equality.equal)] for equality in equalities],
+            ),
             table(HEAD, [shown(line, weights) for line in [*lines, *prompts]]),
             table(["goal", "measured", ""], judged),
             *([kernels(model, plan)] if options.profile else []),
@@ -257,9 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not options.tiny and torch.device(options.device).type != "cuda":
             raise UserError("The check is for a GPU: say --device cuda:0, or --tiny to see that it runs.")
-        device = random_models.device_for(options.device)
+        device = random_models.resolve_device(options.device)
         if not options.tiny:
-            random_models.check_room(random_models.named(SHAPE), SHAPE, device, "bfloat16")
+            random_models.check_room(random_models.find_shape(SHAPE), SHAPE, device, "bfloat16")
         options.device = device
         text, met = check(options)
     except UserError as error:

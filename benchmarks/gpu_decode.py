@@ -1,6 +1,6 @@
-"""Decode steps beside each other at one length and number of rows; what cannot fit is a line and is not tried.
+"""Decode steps beside each other at one length and number of rows; a cache that cannot fit is a line and is not made.
 
-Whatever one contender fails with stands in its line, and the others go on: a GPU is lent for minutes.
+The error of one contender stands in its line, and the others go on: a GPU is lent for minutes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from benchmarks.limit import in_turns
 from benchmarks.random_entries import filled
 from benchmarks.recorded_step import WARM_STEPS, Record, RecordedStep
 from evictbench.errors import UserError
-from evictbench.generation.runner import Feeder
-from evictbench.models.machine import Memory
+from evictbench.generation.runner import ModelRunner
+from evictbench.models.machine import MemoryUsage
 from evictbench.policy.budget import Budget
-from evictbench.trace.cell import Measuring, _entries, _most_held, _most_read
+from evictbench.trace.cell import CellRunner, most_entries_decoding, most_entries_reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache.slots.cache import EvictionCache
-    from evictbench.policy import Policy
+    from evictbench.cache.base import KVCache
+    from evictbench.policy import BasePolicy
 
 MARGIN = 3 * 2**30
 """Bytes that are left free beside caches: for a step's own tensors and what the allocator keeps."""
 
-LOST = 1.08
-"""What a cache takes for each byte of keys and values: positions, a policy's numbers, pages that are partly empty."""
+OVERHEAD = 1.08
+"""Bytes of a cache for each byte of its keys and values: positions, a policy's numbers, pages that are partly empty."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What is measured under one name. budget: None for a policy without one."""
+    """A policy that is measured. name: in the table. budget: None for a policy without one."""
 
     name: str
-    policy: Policy
+    policy: BasePolicy
     budget: Budget | None
 
 
@@ -80,113 +80,111 @@ class Bench:
     ) -> None:
         self.model, self.contenders, self.seconds_left = model, contenders, seconds_left
         self.record, self.runs, self.steps = record, runs, steps
-        self.memory = Memory([model.device])
-        self.measuring = Measuring(model, self.memory)
+        self.memory = MemoryUsage([model.device])
+        self.cells = CellRunner(model, self.memory)
         self.room = room or self._room
 
     def cell(self, seen: int, rows: int) -> Iterator[Line]:
         """Every contender, side by side in memory, step by step in turns: first as it is, then recorded."""
-        arms: dict[str, _Arm] = {}
+        arms: dict[str, DecodeArm] = {}
         lines: dict[str, Line] = {}
-        self.memory.free()
-        for one in self.contenders:
-            lines[one.name] = Line(one.name, seen, rows)
-            made = self._made(one, seen, rows)
-            if isinstance(made, str):
-                lines[one.name] = replace(lines[one.name], note=made)
-            else:
-                arms[one.name], lines[one.name] = made
-        for name, found in self._turns({name: arm.step for name, arm in arms.items()}).items():
-            lines[name] = replace(lines[name], **found)
+        for contender in self.contenders:
+            arm, lines[contender.name] = self._start(contender, seen, rows)
+            if arm is not None:
+                arms[contender.name] = arm
+        for name, times in self._turns({name: arm.step for name, arm in arms.items()}).items():
+            lines[name] = replace(lines[name], **times)
         recorded: dict[str, RecordedStep] = {}
         for name, arm in arms.items():
             try:
                 recorded[name] = self._recorded(arm)
             except Exception as error:  # whatever it fails with is the result
                 lines[name] = replace(lines[name], note=_joined(lines[name].note, f"no graph: {_sentence(error)}"))
-        steps = {name: _again(arms[name], step) for name, step in recorded.items()}
-        for name, found in self._turns(steps, "recorded").items():
-            lines[name] = replace(lines[name], **found)
+        steps = {name: _next_step(arms[name], step) for name, step in recorded.items()}
+        for name, times in self._turns(steps, "recorded").items():
+            lines[name] = replace(lines[name], **times)
         yield from lines.values()
 
     def _turns(self, steps: dict[str, Callable[[], Any]], field: str = "seconds") -> dict[str, dict[str, Any]]:
-        """What each line is told: its seconds, or why nobody has any."""
+        """Fields of each line: its seconds, or a note why nobody has any."""
         if not steps:
             return {}
         try:
-            found = in_turns(steps, self.runs, self.steps)
+            medians = in_turns(steps, self.runs, self.steps)
         except Exception as error:
             return {name: {"note": _sentence(error)} for name in steps}
-        return {name: {field: seconds} for name, seconds in found.items()}
+        return {name: {field: seconds} for name, seconds in medians.items()}
 
     def prompts(self, seen: int, chunk: int) -> Iterator[Line]:
-        """Every contender by itself: a prompt is read in chunks, then a few steps follow."""
+        """Every contender by itself: a prompt is read in chunks, and a few steps follow."""
         generator = torch.Generator().manual_seed(2)
         vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
         prompt = torch.randint(vocabulary, (seen,), generator=generator).tolist()
-        for one in self.contenders:
-            self.memory.free()
-            feeder = Feeder(self.model, one.policy, one.budget, chunk=chunk)
-            if why := self._refused(_most_read(feeder, seen)):
-                yield Line(one.name, seen, 1, note=why)
+        for contender in self.contenders:
+            self.memory.release_unused()
+            runner = ModelRunner(self.model, contender.policy, contender.budget, chunk=chunk)
+            if why := self._refusal(most_entries_reading(runner, seen)):
+                yield Line(contender.name, seen, 1, note=why)
                 continue
             try:
-                yield self._read(one.name, feeder, prompt)
+                yield self._read(contender.name, runner, prompt)
             except Exception as error:
-                yield Line(one.name, seen, 1, note=_sentence(error))
+                yield Line(contender.name, seen, 1, note=_sentence(error))
 
-    def _read(self, name: str, feeder: Feeder, prompt: list[int]) -> Line:
-        before = self.memory.now()[0]
-        self.memory.restart()
+    def _read(self, name: str, runner: ModelRunner, prompt: list[int]) -> Line:
+        before = self.memory.current()[0]
+        self.memory.reset_peak()
         self.wait()
         began = time.perf_counter()
-        cache = feeder.prompt_cache(prompt, None)
-        for start, stop in feeder.passes(len(prompt), None):
-            feeder.feed(cache, [prompt[start:stop]], [start])
+        cache = runner.prompt_cache(prompt, None)
+        for start, stop in runner.chunks(len(prompt), None):
+            runner.forward(cache, [prompt[start:stop]], [start])
             self.wait()
             if self.seconds_left() < 0:
                 return Line(name, len(prompt), 1, note=f"no time: {stop} of {len(prompt)} tokens read")
-        took = time.perf_counter() - began
-        self.memory.now()
+        read_seconds = time.perf_counter() - began
+        self.memory.current()
         peak = self.memory.peak - before
-        arm = _Arm(self.model, feeder, cache)
+        arm = DecodeArm(self.model, runner, cache)
         for _ in range(WARM_STEPS):
             arm.step()
         seconds = statistics.median(arm.timed() for _ in range(self.steps))
-        held = float(_entries(cache)[1])
-        return Line(name, len(prompt), 1, held, seconds, None, cache.nbytes(), peak, took, note="prompt read")
+        held = float(cache.entries_held()[1])
+        return Line(name, len(prompt), 1, held, seconds, None, cache.nbytes(), peak, read_seconds, "prompt read")
 
-    def _made(self, one: Contender, seen: int, rows: int) -> tuple[_Arm, Line] | str:
-        """An arm with a filled cache, and its line without times; or why not."""
+    def _start(self, contender: Contender, seen: int, rows: int) -> tuple[DecodeArm | None, Line]:
+        """An arm with a filled cache, and its line without times; or a line that says why there is none."""
+        line = Line(contender.name, seen, rows)
         if self.seconds_left() < 0:
-            return "no time"
-        feeder = Feeder(self.model, one.policy, one.budget)
-        if why := self._refused(rows * _most_held(feeder, seen, seen)):
-            return why
-        before = self.memory.now()[0]
+            return None, replace(line, note="no time")
+        self.memory.release_unused()
+        runner = ModelRunner(self.model, contender.policy, contender.budget)
+        if why := self._refusal(rows * most_entries_decoding(runner, seen, seen)):
+            return None, replace(line, note=why)
+        before = self.memory.current()[0]
         try:
-            arm = _Arm(self.model, feeder, filled(feeder, rows, seen))
-            self.memory.restart()
+            arm = DecodeArm(self.model, runner, filled(runner, rows, seen))
+            self.memory.reset_peak()
             for _ in range(WARM_STEPS):
                 arm.step()
         except Exception as error:
-            return _sentence(error)
-        self.memory.now()
-        held, nbytes, own = float(_entries(arm.cache)[1]), arm.cache.nbytes(), self.memory.peak - before
-        return arm, Line(one.name, seen, rows, held, cache_bytes=nbytes, own_bytes=own)
+            return None, replace(line, note=_sentence(error))
+        self.memory.current()
+        held, nbytes = float(arm.cache.entries_held()[1]), arm.cache.nbytes()
+        return arm, replace(line, held=held, cache_bytes=nbytes, own_bytes=self.memory.peak - before)
 
-    def _refused(self, entries: int) -> str:
-        """Why so many entries of a KV head cannot be held."""
-        wanted, free = int(entries * self.measuring.token_bytes * LOST), self.room()
+    def _refusal(self, entries: int) -> str:
+        """Why so many entries of a KV head cannot be held; empty if they can."""
+        wanted, free = int(entries * self.cells.token_bytes * OVERHEAD), self.room()
         if wanted + MARGIN <= free:
             return ""
         return f"does not fit: {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
 
-    def _recorded(self, arm: _Arm) -> RecordedStep:
+    def _recorded(self, arm: DecodeArm) -> RecordedStep:
         if self.record is None:
             raise UserError("CUDA graphs are on GPUs only")
-        growing = arm.feeder.budget is None
-        step = RecordedStep(arm.feeder, arm.cache, arm.tokens(), self.record, moves=not growing)
+        growing = arm.runner.budget is None
+        step = RecordedStep(arm.runner, arm.cache, arm.tokens(), self.record, moves=not growing)
         for _ in range(WARM_STEPS):
             step.step(arm.tokens())
         return step
@@ -202,11 +200,11 @@ class Bench:
             torch.cuda.synchronize(self.model.device)
 
 
-class _Arm:
+class DecodeArm:
     """A cache and the tokens that it is fed, drawn from a seed; a step ends when the likeliest next ones are known."""
 
-    def __init__(self, model: PreTrainedModel, feeder: Feeder, cache: EvictionCache) -> None:
-        self.model, self.feeder, self.cache = model, feeder, cache
+    def __init__(self, model: PreTrainedModel, runner: ModelRunner, cache: KVCache) -> None:
+        self.model, self.runner, self.cache = model, runner, cache
         self._generator = torch.Generator().manual_seed(3)
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
 
@@ -216,7 +214,7 @@ class _Arm:
 
     def step(self) -> None:
         """As in generation: the host gives tokens and waits for tokens."""
-        logits = self.feeder.feed(self.cache, self.tokens()[:, None].tolist(), list(self.cache.seen))
+        logits = self.runner.forward(self.cache, self.tokens()[:, None].tolist(), list(self.cache.seen))
         logits[:, -1].argmax(-1).tolist()
 
     def timed(self) -> float:
@@ -226,13 +224,13 @@ class _Arm:
         return time.perf_counter() - began
 
 
-def _again(arm: _Arm, recorded: RecordedStep) -> Callable[[], Any]:
+def _next_step(arm: DecodeArm, recorded: RecordedStep) -> Callable[[], Any]:
     return lambda: recorded.step(arm.tokens()).argmax(-1).tolist()
 
 
 def _sentence(error: BaseException) -> str:
-    words = " ".join(str(error).split())[:140]
-    return words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
+    sentence = " ".join(str(error).split())[:140]
+    return sentence if isinstance(error, UserError) else f"{type(error).__name__}: {sentence}"
 
 
 def _joined(note: str, more: str) -> str:
@@ -244,8 +242,8 @@ def top_kernels(step: Callable[[], Any], count: int = 12) -> list[tuple[str, flo
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=kinds) as seen:
+    with profile(activities=kinds) as profiled:
         step()
     name = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    events = sorted(seen.key_averages(), key=lambda event: -float(getattr(event, name)))
+    events = sorted(profiled.key_averages(), key=lambda event: -float(getattr(event, name)))
     return [(event.key[:60], float(getattr(event, name)) / 1000, event.count) for event in events[:count]]

@@ -1,4 +1,4 @@
-"""Every policy on a small model in float32, on a device and on the CPU: what is kept, and what comes out.
+"""Every policy on a small model in float32, on a device and on the CPU: kept sets and logits.
 
 The same weights and tokens on both. Two prompts of different lengths are read in chunks, then decode together, so that
 chunked reading, the cut at a prompt's end, rows that differ and slots that are overwritten all take part.
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.random_policies import policy_for
-from evictbench.generation.batching import admit
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache.slots.cache import EvictionCache
+    from evictbench.cache.base import KVCache
 
 ALLOWED = 1e-3
-"""Of the largest logit: kernels sum in another order. A kept set that differs moves logits by far more."""
+"""The difference of logits that is allowed, as a share of the largest: kernels sum in another order. A kept set that
+differs moves logits by far more."""
 
 VOCABULARY = 97
 BUDGET = 128
@@ -35,25 +35,28 @@ WINDOW = 16
 
 @dataclass(frozen=True)
 class Equality:
-    """One policy. compared: kept sets, by layer, row and moment; differing: how many of those differ; logits: the
-    largest difference, as a share of the largest logit; why: what went wrong instead."""
+    """The comparison of one policy.
+
+    compared: number of kept sets, by layer, row and moment. differing: how many of those differ. logits: the largest
+    difference, as a share of the largest logit. error: what went wrong instead.
+    """
 
     policy: str
     compared: int = 0
     differing: int = 0
     logits: float = 0.0
-    why: str | None = None
+    error: str | None = None
 
     @property
     def equal(self) -> bool:
-        """Within what kernels may differ by."""
-        return self.why is None and self.compared > 0 and not self.differing and self.logits <= ALLOWED
+        """Whether kept sets are equal, and logits differ by no more than kernels may."""
+        return self.error is None and self.compared > 0 and not self.differing and self.logits <= ALLOWED
 
     @property
-    def words(self) -> str:
-        """What was found."""
-        if self.why is not None:
-            return f"failed: {self.why}"
+    def verdict(self) -> str:
+        """The result in words."""
+        if self.error is not None:
+            return f"failed: {self.error}"
         return f"{self.differing} of {self.compared} kept sets differ, logits by {self.logits:.1e}"
 
 
@@ -76,33 +79,33 @@ def small_model(seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    made: PreTrainedModel = model.eval()
-    return made
+    model.eval()
+    return model
 
 
 def compare(policy: str, model: PreTrainedModel, device: str, lengths: tuple[int, ...], steps: int) -> Equality:
     """Run a policy on the CPU and on the device, moment by moment, with the same tokens. model: on the CPU."""
     try:
-        elsewhere: Any = copy.deepcopy(model)
-        elsewhere = elsewhere.to(device)
-        pairs = zip(moments(policy, model, lengths, steps), moments(policy, elsewhere, lengths, steps), strict=True)
+        other: Any = copy.deepcopy(model)
+        other = other.to(device)
+        pairs = zip(moments(policy, model, lengths, steps), moments(policy, other, lengths, steps), strict=True)
         compared = differing = 0
         worst = 0.0
         for (kept, logits), (other_kept, other_logits) in pairs:
             compared += len(kept)
-            differing += sum(not same(one, other) for one, other in zip(kept, other_kept, strict=True))
+            differing += sum(not same(*sets) for sets in zip(kept, other_kept, strict=True))
             expected = logits.double()
             worst = max(worst, float((other_logits.cpu().double() - expected).abs().max() / expected.abs().max()))
         return Equality(policy, compared, differing, worst)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # one policy's failure is a line of the table
-        return Equality(policy, why=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return Equality(policy, error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """The same positions, on whatever device."""
-    return one.shape == other.shape and bool((one.cpu() == other.cpu()).all())
+def same(kept: Tensor, other: Tensor) -> bool:
+    """Whether two kept sets hold equal positions, on whatever device."""
+    return kept.shape == other.shape and bool((kept.cpu() == other.cpu()).all())
 
 
 def moments(
@@ -115,18 +118,18 @@ def moments(
     chosen = policy_for(policy, model.config, WINDOW)
     minimum = chosen.minimum_budget(ModelShape.of(model.config))
     budget = Budget(tokens=max(BUDGET, minimum + 8)) if chosen.needs_budget else None
-    feeder = Feeder(model, chosen, budget, chunk=48)
+    runner = ModelRunner(model, chosen, budget, chunk=48)
     generator = torch.Generator().manual_seed(1)
-    decoding = feeder.new_cache(rows=len(lengths))
+    decoding = runner.new_cache(rows=len(lengths))
     for length in lengths:
-        cache, logits = feeder.read(torch.randint(VOCABULARY, (length,), generator=generator).tolist())
+        cache, logits = runner.prefill(torch.randint(VOCABULARY, (length,), generator=generator).tolist())
         yield _kept(cache), logits
-        admit(decoding, cache)
+        decoding.admit(cache)
     for _ in range(steps):
         tokens = torch.randint(VOCABULARY, (len(lengths), 1), generator=generator).tolist()
-        logits = feeder.feed(decoding, tokens, list(decoding.seen))
+        logits = runner.forward(decoding, tokens, list(decoding.seen))
         yield _kept(decoding), logits
 
 
-def _kept(cache: EvictionCache) -> list[Tensor]:
+def _kept(cache: KVCache) -> list[Tensor]:
     return [cache.kept(layer, row).cpu() for layer in range(cache.shape.layers) for row in range(len(cache.seen))]

@@ -1,4 +1,4 @@
-"""What a learned policy costs: its target beside a forward pass, and its scorer in every decode step.
+"""The cost of a learned policy: its target beside a forward pass, and its scorer in every decode step.
 
     python -m benchmarks.learned                       # the bundled model, its bundled weights
     python -m benchmarks.learned --weights kvpop=FOLDER --weights kvpop_mlp=FOLDER
@@ -25,18 +25,19 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from benchmarks.__main__ import Arm, plain, take_turns, timed, tokens_for
-from evictbench.cache.paged.cache import PagedCache
-from evictbench.cache.slots.cache import EvictionCache
+from benchmarks.arms import WARM_STEPS, Arm, bundled_policy, random_tokens, take_turns, timed
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import watch_dense_run
-from evictbench.models import load, policy_weights
-from evictbench.policy import ModelShape, Policy
+from evictbench.generation.runner import ModelRunner
+from evictbench.models.load import load_model, resolve
+from evictbench.models.ready import ready_policy
+from evictbench.policy import BasePolicy, ModelShape
+from evictbench.policy.budget import Budget
 from evictbench.policy.future_attention import future_labels
 from evictbench.registry import parse_policy
+from evictbench.trace.random_weights import WINDOW, random_weights
 
 LABELS = ("mean", "max")
-WINDOW = 32
 GOALS = {
     **{f"{label} target / forward": ("<=", 1.3) for label in LABELS},
     **{f"{label} memory, twice the text": ("<=", 2.2) for label in LABELS},
@@ -49,7 +50,7 @@ GOALS = {
 
 def target_seconds(model: PreTrainedModel, length: int, repeats: int) -> tuple[float, dict[str, float]]:
     """A plain forward pass, and what each label's pass takes beside it: the best of `repeats`, in turn."""
-    tokens = tokens_for(length)[0].tolist()
+    tokens = random_tokens(length)[0].tolist()
 
     def label_pass(label: Any) -> float:
         inside = 0.0
@@ -72,12 +73,12 @@ def target_seconds(model: PreTrainedModel, length: int, repeats: int) -> tuple[f
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that the results of operations held at once, on this process's books alone."""
+    """Counts the most bytes that the results of operations held at once, beside those of the tensors that are given."""
 
-    def __init__(self) -> None:
+    def __init__(self, *given: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in given}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -103,50 +104,28 @@ def target_bytes(shape: ModelShape, length: int, label: Any) -> int:
     """The most bytes that one layer's labels take beside its queries and keys."""
     query = torch.randn(1, shape.heads, length, shape.head_dim)
     key = torch.randn(1, shape.kv_heads, length, shape.head_dim)
-    with LiveBytes() as live:
-        live._known |= {tensor.untyped_storage().data_ptr() for tensor in (query, key)}
+    live = LiveBytes(query, key)
+    with live:
         future_labels(query, key, window=WINDOW, scaling=shape.head_dim**-0.5, label=label)
     return live.peak
 
 
-def fitted(name: str, where: str | None, random: bool, model: PreTrainedModel, source: load.Source) -> Policy:
-    """A policy with its weights: given, bundled or random."""
+def learned_policy(name: str, weights: str | None, random: bool, model: PreTrainedModel) -> BasePolicy:
+    """A policy with its weights. weights: a folder; None: the bundled ones, or random ones if `random` says so."""
+    if not random:
+        return bundled_policy(name, model, weights)
     chosen = parse_policy(name)
-    policy: Policy = chosen.policy(chosen.config)
-    if not policy.learned:
-        return policy
-    shape = ModelShape.of(model.config)
-    if random:
-        found = policy_weights.Weights(
-            random_tensors(policy, model, shape), {"settings": {"window": WINDOW}}, "random", ""
-        )
-    else:
-        found = policy_weights.find(policy, where, source.name, load.weights_hash(source), shape)
-    policy.use(found, shape)
-    return policy
+    drawn = random_weights(chosen.policy(chosen.config), model.config) if chosen.policy.learned else None
+    return ready_policy(chosen, model.config, weights=drawn).policy
 
 
-def random_tensors(policy: Policy, model: PreTrainedModel, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """What an untrained learner would save."""
-    from evictbench.policy.learner import Training
-
-    training = Training(
-        window=WINDOW, budgets=(512,), length=2048, steps=1, seed=0, recipe=policy.Recipe(), model=model.config
-    )
-    tensors: dict[str, torch.Tensor] = policy.learner(shape, training).export()
-    return tensors
-
-
-def decode_arms(model: PreTrainedModel, policies: dict[str, Policy], options: argparse.Namespace) -> dict[str, Arm]:
-    """Every policy with a prompt read and its budget full."""
-    ids = tokens_for(options.prompt)
-    arms = {}
+def decode_arms(model: PreTrainedModel, policies: dict[str, BasePolicy], options: argparse.Namespace) -> dict[str, Arm]:
+    """Every policy's cache after the same prompt, and its decode steps in turns."""
+    prompt = random_tokens(options.prompt)[0].tolist()
+    arms: dict[str, Arm] = {}
     for name, policy in policies.items():
-        kind = PagedCache if policy.ragged else EvictionCache
-        cache = kind(model, policy, options.budget, prompt_length=options.prompt)
-        for start in range(0, options.prompt, options.chunk):
-            plain(model, cache, ids[:, start : start + options.chunk], start)
-        arms[name] = Arm(model, cache, "evictbench", options.prompt)
+        runner = ModelRunner(model, policy, Budget(tokens=options.budget), chunk=options.chunk)
+        arms[name] = Arm(model, runner.prefill(prompt)[0], "evictbench", options.prompt)
     take_turns(arms, options.steps)
     return arms
 
@@ -171,13 +150,12 @@ def main() -> None:
         options.length, options.prompt, options.budget, options.steps, options.repeats = 512, 256, 128, 10, 1
     torch.set_grad_enabled(False)
     console = Console()
-    source = load.resolve("smollm2")
-    model = load.load_model(source, device="cpu", dtype="float32")
+    model = load_model(resolve("smollm2"), device="cpu", dtype="float32")
     shape = ModelShape.of(model.config)
     given = dict(item.split("=", 1) for item in options.weights)
     try:
         policies = {
-            name: fitted(name, given.get(name), options.random, model, source)
+            name: learned_policy(name, given.get(name), options.random, model)
             for name in ("streaming_llm", *options.policies)
         }
     except UserError as error:
@@ -210,7 +188,9 @@ def main() -> None:
     ratios |= {f"{name} decode time / streaming_llm": arms[name].seconds / base.seconds for name in options.policies}
     for name in options.policies:
         # Arms take their steps in turn, so the same moment is compared with itself.
-        paired = [ours / theirs for ours, theirs in zip(arms[name].times[3:], base.times[3:], strict=True)]
+        paired = [
+            ours / theirs for ours, theirs in zip(arms[name].times[WARM_STEPS:], base.times[WARM_STEPS:], strict=True)
+        ]
         ratios[f"{name} decode time / streaming_llm, step by step"] = statistics.median(paired)
     table = Table("ratio", "measured", "goal", "met", title="Ratios")
     for ratio, value in ratios.items():

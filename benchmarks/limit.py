@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.__main__ import Arm
+from benchmarks.arms import Arm
 from benchmarks.sections import RESULTS, goal, replace_section, table
-from benchmarks.steps import build, filled
+from benchmarks.steps import decode_cache
 from evictbench.models.load import load_model, resolve
-from evictbench.trace.cell import read_weights
+from evictbench.trace.cell import read_weight_bytes
 
 
 def linears(model: PreTrainedModel) -> list[nn.Linear]:
@@ -33,7 +33,7 @@ def linears(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def products(layers: list[nn.Linear], rows: int, packed: bool) -> Callable[[], None]:
-    """One pass over them. packed: as they are, and not through torch's linear."""
+    """A function that makes one pass over the layers. packed: as they are, and not through torch's linear."""
     inputs = {layer: torch.randn(rows, 1, layer.in_features).to(layer.weight.dtype) for layer in layers}
 
     def as_they_are() -> None:
@@ -49,7 +49,7 @@ def products(layers: list[nn.Linear], rows: int, packed: bool) -> Callable[[], N
 
 def in_turns(arms: dict[str, Callable[[], Any]], runs: int, steps: int) -> dict[str, float]:
     """Median over runs of each arm's median seconds."""
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    medians: dict[str, list[float]] = {name: [] for name in arms}
     for work in arms.values():
         work()
         work()
@@ -61,8 +61,8 @@ def in_turns(arms: dict[str, Callable[[], Any]], runs: int, steps: int) -> dict[
                 work()
                 times[name].append(time.perf_counter() - began)
         for name in arms:
-            found[name].append(statistics.median(times[name]))
-    return {name: statistics.median(values) for name, values in found.items()}
+            medians[name].append(statistics.median(times[name]))
+    return {name: statistics.median(values) for name, values in medians.items()}
 
 
 def compiled_step(arm: Arm, model: PreTrainedModel) -> Callable[[], None]:
@@ -90,7 +90,7 @@ def measure(dtype: str, rows: int, quick: bool, compile_too: bool) -> list[str]:
     seen, budget = (96, 64) if quick else (640, 512)
 
     def arm_of(model: PreTrainedModel) -> Arm:
-        return Arm(model, filled(model, build(model, "streaming_llm"), budget, seen, rows), "evictbench", seen, rows)
+        return Arm(model, decode_cache(model, "streaming_llm", budget, seen, rows), "evictbench", seen, rows)
 
     buffer = torch.ones(2**24 if quick else 2**27)
     plain = arm_of(unpacked)
@@ -122,7 +122,7 @@ def measure(dtype: str, rows: int, quick: bool, compile_too: bool) -> list[str]:
         "reported" if wanted is None else goal(ratio, "<=", wanted),
         f"{seconds['packed'] * 1e3:.1f}",
         f"{seconds['step'] / seconds['packed']:.3f}",
-        f"{read_weights(model) / bandwidth * 1e3:.1f} ({bandwidth / 1e9:.1f} GB/s)",
+        f"{read_weight_bytes(model) / bandwidth * 1e3:.1f} ({bandwidth / 1e9:.1f} GB/s)",
         f"{seconds['plain'] * 1e3:.1f}",
         f"{seconds['compiled'] * 1e3:.1f}" if "compiled" in seconds else why,
     ]

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.arms import bundled_policy
 from benchmarks.serving import Answer, PeakMemory, serve
 from evictbench.generation.generator import Generator, Request
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.load import load_model, load_tokenizer, resolve
 from evictbench.policy.budget import Budget
-from evictbench.registry import parse_policy
 
 
 class Ours:
@@ -33,17 +33,16 @@ class Ours:
         chunk: int,
         rows: int,
     ) -> None:
-        chosen = parse_policy(policy)
         self.source = resolve("smollm2")
-        self.policy = chosen.policy(chosen.config)
         self.budget = budget
         self.interval = interval
         self.rows = rows
         self.model = load_model(self.source, device="cpu", dtype="float32")
-        self.feeder = Feeder(self.model, self.policy, Budget(tokens=budget), prefill=prefill, chunk=chunk)
+        self.policy = bundled_policy(policy, self.model)
+        self.runner = ModelRunner(self.model, self.policy, Budget(tokens=budget), prefill=prefill, chunk=chunk)
         self.cache: Any = None
         with torch.inference_mode():
-            self.feeder.read(list(range(1000, 1064)))
+            self.runner.prefill(list(range(1000, 1064)))
 
     @torch.inference_mode()
     def prefill(self, ids: str) -> Answer:
@@ -52,7 +51,7 @@ class Ours:
         self.cache = None
         with PeakMemory() as peak:
             started = time.perf_counter()
-            self.cache, _ = self.feeder.read(tokens)
+            self.cache, _ = self.runner.prefill(tokens)
             seconds = time.perf_counter() - started
         return {"seconds": seconds, "peak_bytes": peak.nbytes}
 
@@ -61,7 +60,7 @@ class Ours:
         """Read the prompt and decode one interval, so that both sides are as far."""
         tokens = json.loads(Path(ids).read_text())
         with PeakMemory() as peak:
-            self.cache, logits = self.feeder.read(tokens)
+            self.cache, logits = self.runner.prefill(tokens)
             self.token = int(logits.argmax())
             self.position = len(tokens)
             self.decode()
@@ -69,27 +68,27 @@ class Ours:
 
     @torch.inference_mode()
     def decode(self) -> Answer:
-        """As many steps as the other side takes from cut to cut; something is evicted at every one."""
+        """Take as many steps as the other side does from cut to cut; each evicts something."""
         started = time.perf_counter()
         for _ in range(self.interval):
-            logits = self.feeder.feed(self.cache, [[self.token]], [self.position])
+            logits = self.runner.forward(self.cache, [[self.token]], [self.position])
             self.token = int(logits[0, -1].argmax())
             self.position += 1
         seconds = time.perf_counter() - started
-        entries = self.cache.occupancy[0].largest
+        entries = self.cache.rows[0].occupancy.largest
         assert entries == self.budget, f"{entries} entries, not {self.budget}"
         return {"seconds": seconds, "steps": self.interval, "entries": entries}
 
     def evaluate(self, prompts: str, new_tokens: int) -> Answer:
-        """All prompts, decoded together."""
+        """Answer all prompts, rows decoded together."""
         samples = json.loads(Path(prompts).read_text())
         generator = Generator(
             self.model,
             load_tokenizer(self.source),
             self.policy,
-            self.feeder.budget,
-            prefill=self.feeder.prefill,
-            chunk=self.feeder.chunk,
+            self.runner.budget,
+            prefill=self.runner.prefill_mode,
+            chunk=self.runner.chunk,
             batch_size=self.rows,
         )
         generator._ends = frozenset()

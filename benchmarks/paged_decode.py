@@ -15,45 +15,60 @@ import platform
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+from transformers import PretrainedConfig
 
-from benchmarks.__main__ import build, tokens_for
-from evictbench.generation.runner import Feeder
+from benchmarks.arms import WARM_STEPS, bundled_policy, random_tokens
+from evictbench.cache.base import KVCache
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.load import load_model, resolve
 from evictbench.models.policy_weights import Weights
+from evictbench.models.ready import ready_policy
 from evictbench.policies.dms import DMS, Settings
-from evictbench.policy import Arriving, ModelShape
+from evictbench.policy import BasePolicy, ModelShape, NewEntries
 from evictbench.policy.budget import Budget
 
 WINDOW = 32
 GOALS = {"decode time, pages / uniform": 1.5, "bytes, held / kept entries": 1.15}
 
 
-class Drawn(DMS):
-    """DMS whose gate is computed and then overruled: each KV head marks a share of its own of the tokens."""
+class DrawnDMS(DMS):  # type: ignore[misc]
+    """DMS whose gate is computed and then overruled: each KV head marks a share of its own of the tokens.
 
-    def __init__(self, shape: ModelShape, hidden: int, kept: float) -> None:
+    kept: the share that each head keeps, `[layers, kv_heads]`.
+    """
+
+    def __init__(self, kept: Tensor) -> None:
         super().__init__(Settings(window=WINDOW))
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn((shape.layers, shape.kv_heads, hidden), generator=generator) * 0.01
-        bias = torch.zeros((shape.layers, shape.kv_heads))
-        self.use(Weights({"weight": weight, "bias": bias}, {}, "drawn", "0"), shape)
-        # A few heads keep nearly all, most keep little: shares between 0 and 1 with the mean `kept`.
-        drawn = torch.rand((shape.layers, shape.kv_heads), generator=generator)
-        self.kept = drawn ** (1 / kept - 1)
+        self.kept = kept
 
     def allot(self, share: float, length: int) -> float:
+        """A logit above 0 marks, whatever the budget."""
         return 0.0
 
-    def expiry(self, arriving: Arriving) -> torch.Tensor:
-        assert arriving.read is not None
-        turn = (arriving.positions.float() * 0.6180339887).frac()[:, None]
-        marks = turn > self.kept[arriving.layer][None, :, None]
-        return super().expiry(replace(arriving, read=torch.where(marks, 1.0, 0.0 * arriving.read - 1.0)))
+    def expiry(self, entries: NewEntries) -> Tensor:
+        """As of `DMS.expiry`, with logits of 1 and -1."""
+        assert entries.activation is not None
+        order = (entries.positions.float() * 0.6180339887).frac()[:, None]
+        marks = order > self.kept[entries.layer][None, :, None]
+        logits = torch.where(marks, 1.0, 0.0 * entries.activation - 1.0)
+        expiry: Tensor = super().expiry(replace(entries, activation=logits))
+        return expiry
+
+
+def drawn_dms(config: PretrainedConfig, kept: float) -> BasePolicy:
+    """A `DrawnDMS` with a gate drawn at random. kept: the mean of the shares that heads keep."""
+    shape, generator = ModelShape.of(config), torch.Generator().manual_seed(0)
+    heads = (shape.layers, shape.kv_heads)
+    weight = torch.randn((*heads, shape.hidden_size), generator=generator) * 0.01
+    # A few heads keep nearly all, most keep little: shares between 0 and 1 with the mean `kept`.
+    shares = torch.rand(heads, generator=generator) ** (1 / kept - 1)
+    weights = Weights({"weight": weight, "bias": torch.zeros(heads)}, {}, "drawn", "0")
+    return ready_policy(DrawnDMS(shares), config, weights=weights).policy
 
 
 def main() -> None:
@@ -71,30 +86,32 @@ def main() -> None:
     console = Console()
     model = load_model(resolve("smollm2"), device="cpu", dtype="float32")
     shape = ModelShape.of(model.config)
-    prompt = tokens_for(options.prompt)[0].tolist()
+    prompt = random_tokens(options.prompt)[0].tolist()
 
-    feeders: dict[str, Feeder] = {}
-    caches: dict[str, Any] = {}
-    feeders["pages"] = Feeder(
-        model, Drawn(shape, model.config.hidden_size, options.kept), Budget(share=options.kept), chunk=options.chunk
+    runners: dict[str, ModelRunner] = {}
+    caches: dict[str, KVCache] = {}
+    runners["pages"] = ModelRunner(
+        model, drawn_dms(model.config, options.kept), Budget(share=options.kept), chunk=options.chunk
     )
-    caches["pages"], _ = feeders["pages"].read(prompt)
+    caches["pages"], _ = runners["pages"].prefill(prompt)
     sizes = [(caches["pages"].kept(layer) >= 0).sum(-1).double() for layer in range(shape.layers)]
     mean = round(float(torch.cat(sizes).mean()))
-    feeders["uniform"] = Feeder(model, build("random"), Budget(tokens=mean + 1), prefill="bounded", chunk=options.chunk)
-    caches["uniform"], _ = feeders["uniform"].read(prompt)
+    runners["uniform"] = ModelRunner(
+        model, bundled_policy("random", model), Budget(tokens=mean + 1), prefill="bounded", chunk=options.chunk
+    )
+    caches["uniform"], _ = runners["uniform"].prefill(prompt)
 
     times: dict[str, list[float]] = {"pages": [], "uniform": []}
     ratios: dict[str, float] = {"bytes, held / kept entries": 0.0}
     for step in range(options.steps):
-        for arm, feeder in feeders.items():
+        for arm, runner in runners.items():
             started = time.perf_counter()
-            feeder.feed(caches[arm], [[1000 + step]], caches[arm].seen)
+            runner.forward(caches[arm], [[1000 + step]], caches[arm].seen)
             times[arm].append(time.perf_counter() - started)
         entries = sum(int((caches["pages"].kept(layer) >= 0).sum()) for layer in range(shape.layers))
         held = caches["pages"].nbytes() / (entries * 2 * shape.head_dim * 4)
         ratios["bytes, held / kept entries"] = max(ratios["bytes, held / kept entries"], held)
-    medians = {arm: float(torch.tensor(taken[3:]).median()) for arm, taken in times.items()}
+    medians = {arm: float(torch.tensor(seconds[WARM_STEPS:]).median()) for arm, seconds in times.items()}
     ratios["decode time, pages / uniform"] = medians["pages"] / medians["uniform"]
 
     largest = int(torch.cat(sizes).max())
@@ -110,8 +127,8 @@ def main() -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(options).items()}
-        found = {"settings": settings, "mean_entries": mean, "seconds": medians, "ratios": ratios}
-        options.out.write_text(json.dumps(found, indent=2))
+        numbers = {"settings": settings, "mean_entries": mean, "seconds": medians, "ratios": ratios}
+        options.out.write_text(json.dumps(numbers, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """`python -m benchmarks.queue [--quick]`: continuous batching of answers whose lengths differ 10:1.
 
-64 prompts, 8 rows, StreamingLLM at budget 128, EOS ignored, so that each answer is as long as it was told. The wall
-time of decode (prefills left out) over the total of tokens at the rate of a full batch, which is measured in the same
-run, five times in turn with the queue. Bundled model, float32.
+64 prompts, 8 rows, StreamingLLM at budget 128, EOS ignored, so that each answer has the length that its request names.
+The wall time of decode (prefills left out) over the total of tokens at the rate of a full batch, which is measured in
+the same run, five times in turn with the queue. Bundled model, float32.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.__main__ import tokens_for
+from benchmarks.arms import bundled_policy, random_tokens
 from benchmarks.sections import RESULTS, goal, replace_section
 from evictbench.generation.generator import Generator, Request
 from evictbench.models.load import load_model, load_tokenizer, resolve
 from evictbench.policy.budget import Budget
-from evictbench.registry import parse_policy
 
 ROWS = 8
 
 
-def requests(count: int, shortest: int, longest: int, prompt: int) -> list[Request]:
+def shuffled_requests(count: int, shortest: int, longest: int, prompt: int) -> list[Request]:
     """Lengths spread evenly from the shortest to the longest, in a shuffled order that is always the same."""
     spread = torch.linspace(shortest, longest, count).round().long()
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-    ids = tuple(tokens_for(prompt)[0].tolist())
+    ids = tuple(random_tokens(prompt)[0].tolist())
     return [Request(key=i, prompt=ids, border=None, max_new_tokens=int(spread[order[i]])) for i in range(count)]
 
 
-def decode_seconds(generator: Generator, asked: list[Request]) -> tuple[float, int]:
+def decode_seconds(generator: Generator, requests: list[Request]) -> tuple[float, int]:
     """Wall time without prefills, and the tokens that decode steps made (the first comes from the prefill)."""
     began = time.perf_counter()
-    done = list(generator.run(asked))
+    completions = list(generator.run(requests))
     wall = time.perf_counter() - began
-    return wall - sum(one.prefill_seconds for one in done), sum(len(one.tokens) - 1 for one in done)
+    prefills = sum(completion.prefill_seconds for completion in completions)
+    return wall - prefills, sum(len(completion.tokens) - 1 for completion in completions)
 
 
 def main() -> None:
@@ -50,21 +50,20 @@ def main() -> None:
     torch.set_grad_enabled(False)
     spec = resolve("smollm2")
     model, tokenizer = load_model(spec, device="cpu", dtype="float32"), load_tokenizer(spec)
-    chosen = parse_policy("streaming_llm")
     generator = Generator(
-        model, tokenizer, chosen.policy(chosen.config), Budget(tokens=128), prefill="bounded", batch_size=ROWS
+        model, tokenizer, bundled_policy("streaming_llm", model), Budget(tokens=128), prefill="bounded", batch_size=ROWS
     )
     generator._ends = frozenset()
-    asked = requests(12, 2, 20, 32) if quick else requests(64, 8, 80, 160)
-    full = [Request(i, asked[0].prompt, None, 8 if quick else 32) for i in range(ROWS)]
+    varied = shuffled_requests(12, 2, 20, 32) if quick else shuffled_requests(64, 8, 80, 160)
+    full = [Request(i, varied[0].prompt, None, 8 if quick else 32) for i in range(ROWS)]
     ratios = []
     for _ in range(1 if quick else 5):
         rate_seconds, rate_tokens = decode_seconds(generator, full)
-        seconds, tokens = decode_seconds(generator, asked)
+        seconds, tokens = decode_seconds(generator, varied)
         ratios.append(seconds / (tokens * rate_seconds / rate_tokens))
     ratio = statistics.median(ratios)
     text = (
-        f"{len(asked)} answers of {min(r.max_new_tokens for r in asked)} to {max(r.max_new_tokens for r in asked)} "
+        f"{len(varied)} answers of {min(r.max_new_tokens for r in varied)} to {max(r.max_new_tokens for r in varied)} "
         f"tokens in {ROWS} rows: {ratio:.3f} of the time at a full batch's rate ({goal(ratio, '<=', 1.25)}); runs: "
         + ", ".join(f"{value:.3f}" for value in ratios)
         + "."

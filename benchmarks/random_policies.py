@@ -1,6 +1,6 @@
 """Policies with random weights for a model that is a shape alone, found in this checkout and not by what is installed.
 
-What a scorer answers does not change what it costs. Every tensor that a learner would save before it has learned
+The answers of a scorer do not change what it costs. Every tensor that a learner would save before it has learned
 anything gets noise, so that no two entries score alike; DMS gets a gate whose logits are spread like a normal
 distribution's, and the calibration that follows from that.
 """
@@ -9,60 +9,65 @@ from __future__ import annotations
 
 import importlib
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from evictbench.models.policy_weights import Weights
+from evictbench.models.ready import ready_policy
+from evictbench.policy import ModelShape, PagedPolicy
 from evictbench.registry import POLICIES
-from evictbench.trace.random_weights import RANDOM, _card, _random
+from evictbench.trace.random_weights import random_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from evictbench.policy import ModelShape, Policy
+    from evictbench.policy import BasePolicy
 
 NOISE = 0.1
 
 SHARES = tuple(percent / 100 for percent in range(1, 100))
-"""Shares of what has left the window, of each of which DMS's calibration has the threshold."""
+"""Shares of what has left the window; DMS's calibration has a threshold for each."""
 
 
 def names() -> dict[str, str]:
     """Every policy of this checkout by name, as "policies.h2o:H2O"."""
     file = Path(__file__).resolve().parent.parent / "pyproject.toml"
-    found = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"][POLICIES]
-    return {name: place.removeprefix("evictbench.") for name, place in found.items()}
+    entry_points = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"][POLICIES]
+    return {name: target.removeprefix("evictbench.") for name, target in entry_points.items()}
 
 
-def policy_for(name: str, config: PretrainedConfig, window: int, seed: int = 0) -> Policy:
-    """A policy for a model of this config, with random weights if it learns. window: of DMS; the others have theirs."""
-    from evictbench.policy import ModelShape
+def policy_for(name: str, config: PretrainedConfig, window: int, seed: int = 0) -> BasePolicy:
+    """A policy for a model of this config, with random weights if it learns.
 
-    module, _, kind = names()[name].partition(":")
-    policy: Policy = getattr(importlib.import_module(module), kind)()
-    policy.fit(config)
-    shape = ModelShape.of(config)
-    if not policy.learned:
-        return policy
-    card = _card(policy)
-    if name == "dms":
-        card |= {"window": window, "calibration": calibration()}
-        tensors = gate(shape, seed)
-    else:
-        tensors = noisy(_random(policy, config, shape), seed)
-    taker: Any = policy
-    taker.use(Weights(tensors, card, RANDOM, RANDOM), shape)
-    return policy
+    window: of DMS; the others have their own.
+    """
+    module, _, class_name = names()[name].partition(":")
+    policy: BasePolicy = getattr(importlib.import_module(module), class_name)()
+    if isinstance(policy, PagedPolicy):
+        policy.fit(config)
+    weights: Weights | None = None
+    if policy.learned:
+        weights = random_weights(policy, config)
+        if name == "dms":
+            card = {**weights.card, "window": window, "calibration": calibration()}
+            weights = replace(weights, tensors=gate(ModelShape.of(config), seed), card=card)
+        else:
+            weights = replace(weights, tensors=noisy(weights.tensors, seed))
+    return ready_policy(policy, config, weights=weights).policy
 
 
-def noisy(tensors: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+def noisy(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Every tensor with noise of its own."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    return {name: one.float() + NOISE * torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
+    noise = {name: NOISE * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    return {name: tensor.float() + noise[name] for name, tensor in tensors.items()}
 
 
 def gate(shape: ModelShape, seed: int) -> dict[str, Tensor]:

@@ -12,34 +12,38 @@ TITLE = "# Results\n\nEvery section is written by the command that stands in it,
 
 
 def machine() -> str:
-    """Where a section was measured: processor, cores, memory, versions."""
+    """The machine on which a section was measured: processor, cores, memory, versions."""
     import torch
 
-    from evictbench.models.machine import describe, versions
+    from evictbench.models.machine import hardware, versions
 
-    at = describe(torch.device("cpu"))
+    parts = hardware(torch.device("cpu"))
     libraries = versions()
     return (
-        f"{at['processor'] or 'unknown processor'} ({at['system']}), {at['cores']} cores, {at['threads']} threads, "
-        f"{at['memory_bytes'] / 2**30:.0f} GiB; Python {libraries['python']}, torch {libraries['torch']}, "
-        f"transformers {libraries['transformers']}"
+        f"{parts['processor'] or 'unknown processor'} ({parts['system']}), {parts['cores']} cores, "
+        f"{parts['threads']} threads, {parts['memory_bytes'] / 2**30:.0f} GiB; Python {libraries['python']}, "
+        f"torch {libraries['torch']}, transformers {libraries['transformers']}"
     )
 
 
 def replace_section(file: Path, heading: str, command: str, text: str) -> None:
-    """Write the section of that heading: the command, the machine, the text. Another run's section of the same
-    heading is replaced where it stands; a new one comes last. Lines of the text may not begin with "## "."""
+    """Write the section of that heading: the command, the machine, the text.
+
+    A section of an earlier run is replaced where it stands; a new heading comes last. Lines of the text may not begin
+    with "## ".
+    """
     assert not re.search(r"^## ", text, flags=re.MULTILINE), "a section holds no other"
     section = f"## {heading}\n\n`{command}`\n\n{machine()}\n\n{text.strip()}\n"
     old = file.read_text(encoding="utf-8") if file.exists() else TITLE
     before, *sections = re.split(r"^(?=## )", old, flags=re.MULTILINE)
-    at = next((index for index, one in enumerate(sections) if one.splitlines()[0] == f"## {heading}"), len(sections))
-    sections[at : at + 1] = [section]
+    headings = [old_section.splitlines()[0] for old_section in sections]
+    place = headings.index(f"## {heading}") if f"## {heading}" in headings else len(sections)
+    sections[place : place + 1] = [section]
     file.parent.mkdir(parents=True, exist_ok=True)
     new = "\n".join(part.rstrip("\n") + "\n" for part in (before, *sections))
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(new, encoding="utf-8")
-    beside.replace(file)
+    unfinished = file.with_name(file.name + ".new")
+    unfinished.write_text(new, encoding="utf-8")
+    unfinished.replace(file)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -22,27 +22,29 @@ Answer = dict[str, Any]
 
 
 def serve(commands: Mapping[str, Callable[..., Answer]]) -> None:
-    """Do what comes until there is nothing more: {"do": "prefill", ...}, the rest being the command's arguments.
-    Whatever else writes to standard output writes to standard error."""
+    """Answer commands until standard input ends: {"do": "prefill", ...}, the rest are the command's arguments.
+
+    All other output to standard output goes to standard error.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _say(answers, {"ready": True})
+    _write(answers, {"ready": True})
     for line in sys.stdin:
-        asked = json.loads(line)
+        command = json.loads(line)
         try:
-            answer = commands[asked.pop("do")](**asked)
+            answer = commands[command.pop("do")](**command)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
-        _say(answers, answer)
+        _write(answers, answer)
 
 
-def _say(file: Any, answer: Answer) -> None:
+def _write(file: Any, answer: Answer) -> None:
     file.write(json.dumps(answer) + "\n")
     file.flush()
 
 
-class Arm:
+class ArmProcess:
     """The other end: starts the process, gives it commands one by one, and waits for each answer."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
@@ -53,7 +55,7 @@ class Arm:
         self._answer()
 
     def ask(self, do: str, **arguments: Any) -> Answer:
-        """Raises RuntimeError for what the process reports, or if it has ended."""
+        """Give a command and return its answer. Raises RuntimeError for an error of the process, or if it has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer, which says more
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -61,7 +63,7 @@ class Arm:
         return self._answer()
 
     def close(self) -> None:
-        """Let it end."""
+        """End the process."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -83,7 +85,7 @@ class Arm:
 
 
 class PeakMemory:
-    """The most that became resident inside the `with` block, beyond what was at its beginning, in bytes. Linux."""
+    """The most bytes that became resident inside the `with` block, beyond those at its beginning. Linux only."""
 
     def __enter__(self) -> PeakMemory:
         gc.collect()

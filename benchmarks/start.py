@@ -24,15 +24,15 @@ RUN += ["--context", "512", "--limit", "1"]
 WATCHED = """
 import sys, time
 from pathlib import Path
-from evictbench import generation
-start = generation.Generator.start
+from evictbench.generation.generator import Generator
+start = Generator.start
 def watched(self, request):
     result = start(self, request)
     if not Path(sys.argv[1]).exists():
         Path(sys.argv[1]).write_text(repr(time.time()))
     return result
-generation.Generator.start = watched
-from evictbench.cli import main
+Generator.start = watched
+from evictbench.cli.app import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.steps [--quick]`: what a policy adds to a decode step, and whether a step stays as long.
+"""`python -m benchmarks.steps [--quick]`: the time that a policy adds to a decode step, and whether it grows.
 
-Every arm is the same cache of the same slots; "no policy" frees the oldest slot, one for the whole model, and asks for
-nothing. Arms take turns step by step in one process. A run's overhead is the median of its steps over that of no
+Every arm is the same cache of the same slots; "no policy" frees the oldest slot, one for the whole model, and reads no
+signals. Arms take turns step by step in one process. A run's overhead is the median of its steps over that of no
 policy; the overhead is the median of five runs. Flatness: one policy reads 32,768 tokens, chunk by chunk, and decodes
-in turns with a cache that has read 1,024. Entries held: the mean of a KV head; DMS holds what
-its threshold leaves, not a budget. Bundled model, float32. Learned policies take the bundled weights where they
+in turns with a cache that has read 1,024. Entries held: the mean of a KV head; DMS holds as
+many as its threshold leaves, not a budget. Bundled model, float32. Learned policies take the bundled weights where they
 fit the budget; one that cannot run is named with its reason, and its goal is not met.
 """
 
@@ -13,22 +13,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.__main__ import Arm, tokens_for
-from benchmarks.learned import fitted
+from benchmarks.arms import WARM_STEPS, Arm, admitted, bundled_policy, random_tokens
 from benchmarks.sections import RESULTS, goal, replace_section, table
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.base import KVCache
 from evictbench.errors import UserError
-from evictbench.generation.batching import admit
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.load import load_model, resolve
-from evictbench.policy import Policy, Step
+from evictbench.policy import BasePolicy, Policy, Step
 from evictbench.policy.budget import Budget
-from evictbench.trace.cell import _entries
 
 RUNS = 5
 GOALS = {
@@ -51,7 +47,7 @@ class Oldest(Policy):
     summary = "the oldest slot is overwritten"
     paper = "-"
     prefill = "bounded"
-    shares = "model"
+    granularity = "model"
     static = True
 
     def score(self, step: Step) -> torch.Tensor:
@@ -59,28 +55,19 @@ class Oldest(Policy):
         return step.positions
 
 
-def build(model: PreTrainedModel, name: str) -> Policy:
-    """The policy of that name, with its bundled weights where it learns."""
-    return Oldest() if name == NONE else fitted(name, None, False, model, resolve("smollm2"))
-
-
-def filled(
-    model: PreTrainedModel, policy: Policy, budget: int, seen: int, rows: int, chunk: int = 512
-) -> EvictionCache:
-    """A decode cache whose rows have all read the same `seen` tokens, bounded."""
-    feeder = Feeder(model, policy, Budget(tokens=budget), prefill="bounded", chunk=chunk)
-    prompt, _ = feeder.read(tokens_for(seen)[0].tolist())
-    cache = feeder.new_cache(rows=rows)
-    for _ in range(rows):
-        admit(cache, prompt)
-    return cache
+def decode_cache(model: PreTrainedModel, name: str, budget: int, seen: int, rows: int) -> KVCache:
+    """A decode cache whose rows have all read the same `seen` tokens, bounded. name: of a policy, or NONE."""
+    policy: BasePolicy = Oldest() if name == NONE else bundled_policy(name, model)
+    runner = ModelRunner(model, policy, Budget(tokens=budget), prefill="bounded")
+    prompt, _ = runner.prefill(random_tokens(seen)[0].tolist())
+    return admitted(runner, prompt, rows)
 
 
 def medians_of_runs(arms: dict[str, Arm], base: str, runs: int, steps: int) -> dict[str, float]:
     """For each arm its time over the base's, the median over runs of a ratio of medians."""
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     for arm in arms.values():
-        for _ in range(3):
+        for _ in range(WARM_STEPS):
             arm.step()
     for _ in range(runs):
         for arm in arms.values():
@@ -89,9 +76,9 @@ def medians_of_runs(arms: dict[str, Arm], base: str, runs: int, steps: int) -> d
         for step in range(steps):
             for arm in order if step % 2 == 0 else reversed(order):
                 arm.step()
-        one = {name: statistics.median(arm.times) for name, arm in arms.items()}
-        for name, seconds in one.items():
-            ratios[name].append(seconds / one[base])
+        medians = {name: statistics.median(arm.times) for name, arm in arms.items()}
+        for name, seconds in medians.items():
+            ratios[name].append(seconds / medians[base])
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
@@ -101,7 +88,7 @@ def overheads(model: PreTrainedModel, budget: int, rows: int, runs: int, steps: 
     lines: list[list[str]] = []
     for name in (NONE, *GOALS):
         try:
-            cache = filled(model, build(model, name), budget, seen, rows)
+            cache = decode_cache(model, name, budget, seen, rows)
         except UserError as error:
             lines.append([name, str(budget), str(rows), "-", "-", f"not run: {error}"])
             continue
@@ -110,14 +97,16 @@ def overheads(model: PreTrainedModel, budget: int, rows: int, runs: int, steps: 
     for name in arms:
         if name != NONE:
             over = ratios[name] - 1
-            held = f"{float(_entries(arms[name].cache)[1]):.0f}"
+            held = f"{float(arms[name].cache.entries_held()[1]):.0f}"
             lines.append([name, str(budget), str(rows), held, f"{over:+.1%}", goal(over, "<=", GOALS[name])])
     return lines
 
 
-def flatness(model: PreTrainedModel, name: str, budget: int, lengths: tuple[int, int], runs: int, steps: int) -> Any:
-    """Time and bytes at the longer length over those at the shorter."""
-    caches = [filled(model, build(model, name), budget, length, 1) for length in lengths]
+def flatness(
+    model: PreTrainedModel, name: str, budget: int, lengths: tuple[int, int], runs: int, steps: int
+) -> tuple[float, list[int]]:
+    """Time of a step at the longer length over that at the shorter, and the bytes of both caches."""
+    caches = [decode_cache(model, name, budget, length, 1) for length in lengths]
     arms = {str(n): Arm(model, cache, "evictbench", n) for n, cache in zip(lengths, caches, strict=True)}
     ratios = medians_of_runs(arms, str(lengths[0]), runs, steps)
     return ratios[str(lengths[1])], [cache.nbytes() for cache in caches]

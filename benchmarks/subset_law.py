@@ -44,7 +44,7 @@ def peak_bytes(scores: Tensor, size: int, backward: bool) -> int:
     held = most = 0
     profiled: Any = profiler.profiler
     memory = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(memory, key=lambda one: one.start_ns()):
+    for event in sorted(memory, key=lambda change: change.start_ns()):
         held += event.nbytes()
         most = max(most, held)
     return most
@@ -52,7 +52,7 @@ def peak_bytes(scores: Tensor, size: int, backward: bool) -> int:
 
 def seconds(scores: Tensor, size: int, repeats: int) -> dict[str, float]:
     """Medians of forward, backward and one draw."""
-    took: dict[str, list[float]] = {"forward": [], "backward": [], "draw": []}
+    times_by_part: dict[str, list[float]] = {"forward": [], "backward": [], "draw": []}
     generator = torch.Generator(scores.device).manual_seed(0)
 
     def now() -> float:
@@ -74,8 +74,8 @@ def seconds(scores: Tensor, size: int, repeats: int) -> dict[str, float]:
             ("backward", forward, backward),
             ("draw", backward, drawn),
         ):
-            took[name].append(end - begin)
-    return {name: statistics.median(times) for name, times in took.items()}
+            times_by_part[name].append(end - begin)
+    return {name: statistics.median(times) for name, times in times_by_part.items()}
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
         title=f"log-partition, {options.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"{platform.machine()}",
     )
-    found = []
+    measured = []
     for rows, length, size in cases:
         scores = torch.randn(rows, length, generator=torch.Generator().manual_seed(0)).to(options.device)
         numbers: dict[str, Any] = {"rows": rows, "length": length, "size": size}
@@ -103,13 +103,13 @@ def main() -> None:
             name: peak_bytes(scores, size, backward)
             for name, backward in (("forward_bytes", False), ("backward_bytes", True))
         }
-        found.append(numbers)
+        measured.append(numbers)
         megabytes = [f"{numbers[name] / 1e6:.2f}" for name in ("forward_bytes", "backward_bytes")]
         times = [f"{numbers[name]:.4f}" for name in ("forward", "backward", "draw")]
         table.add_row(str(rows), str(length), str(size), *times, *megabytes)
     console.print(table)
     if options.out:
-        options.out.write_text(json.dumps(found, indent=2))
+        options.out.write_text(json.dumps(measured, indent=2))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["__version__", "results"]
+__all__ = ["EvictionCache", "__version__", "results"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`EvictionCache`, imported when it is asked for: it loads torch."""
+    if name != "EvictionCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module("evictbench.models.eviction_cache").EvictionCache
 
 
 # The data folder results/ is installed as the package evictbench.results. Importing that package would put it in this

@@ -1,4 +1,9 @@
-"""Errors that are sentences."""
+"""Errors whose message is a sentence, and the errors of libraries in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class UserError(Exception):
@@ -9,3 +14,29 @@ class UserError(Exception):
 class RunFailed(Exception):
     """A run or a training that cannot be trusted to go on. The message is one sentence; the command line prints it on
     stderr and exits with code 1, without a traceback."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> UserError:
+    """The error for a name that does not exist; its sentence offers near matches, or all known names.
+
+    kind: what is named ("policy"). where: words after the name (" of ruler").
+    """
+    known = sorted(known)
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif known:
+        hint = f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}."
+    else:
+        hint = "there is none."
+    return UserError(f"Unknown {kind} {name!r}{where}: {hint}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """An error's whole message with each run of white space as one blank."""
+    return " ".join(str(error).split())

@@ -1,40 +1,42 @@
-"""Policies and suites by name: found by entry point, loaded only when asked for; policies also from a file."""
+"""Policies and suites by name: found by entry point and loaded when asked for. A policy may also come from a file."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import math
 import re
 import sys
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, one_line, unknown
+from evictbench.suite.spec import Suite
 
 if TYPE_CHECKING:
-    from evictbench.policy.base import Policy
-    from evictbench.suite.spec import Suite
+    from evictbench.policy.base import BasePolicy
 
 POLICIES = "evictbench.policies"
 SUITES = "evictbench.suites"
+"""Entry-point groups of policy classes and of suites."""
+
+SUITE_FAMILIES = "evictbench.suite_families"
+"""Entry-point group of functions that make a suite: `--suite FAMILY:NAME` calls that of FAMILY with NAME."""
 
 LM_EVAL = "lm-eval:"
-"""What the name of a suite begins with that is any task of lm-eval's own."""
+"""The beginning of a suite's name that stands for a task of lm-eval's own."""
 
 
 @dataclass(frozen=True)
 class ChosenPolicy:
-    """What `--policy` named: the class, its settings, and, where it came from a file, the hash of that file."""
+    """The policy that `--policy` names. config: its settings. source: sha256 of the file it came from, if from one."""
 
-    policy: type[Policy]
+    policy: type[BasePolicy]
     config: Any
     source: str | None = None
 
@@ -49,29 +51,34 @@ class ChosenPolicy:
         return {field.name: getattr(self.config, field.name) for field in fields(self.config)}
 
     @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings that differ from their defaults."""
+        default = self.policy.Config()
+        return {name: value for name, value in self.settings.items() if value != getattr(default, name)}
+
+    @property
     def label(self) -> str:
         """The name with the settings that differ from their defaults, as `--policy` takes it."""
-        default = self.policy.Config()
-        changed = [f"{k}={v}" for k, v in self.settings.items() if v != getattr(default, k)]
-        return f"{self.name}:{','.join(changed)}" if changed else self.name
+        changed = ",".join(f"{name}={value}" for name, value in self.changed_settings.items())
+        return f"{self.name}:{changed}" if changed else self.name
 
 
 def names(group: str) -> list[str]:
-    """The names that a group holds, in order; nothing is loaded."""
+    """The names in an entry-point group, in order. Nothing is loaded."""
     return list(_entries(group))
 
 
-def load_policy(name: str) -> type[Policy]:
-    """The policy class of that name."""
+def load_policy(name: str) -> type[BasePolicy]:
+    """The installed policy class of that name. Raises UserError if there is none, or it does not load."""
     return _policy_class(_load(POLICIES, "policy", name), name)
 
 
 def load_suite(name: str) -> Suite:
-    """The suite of that name; "lm-eval:gsm8k_cot" is a suite of that one task."""
-    from evictbench.suite.spec import Suite
-
-    if name.startswith(LM_EVAL):
-        suite = importlib.import_module("evictbench.harness.model").suite_for(name.removeprefix(LM_EVAL))
+    """The installed suite of that name; "lm-eval:gsm8k_cot" is made by the family "lm-eval". Raises UserError if there
+    is none, or it does not load."""
+    family, colon, member = name.partition(":")
+    if colon and family in _entries(SUITE_FAMILIES):
+        suite = _load(SUITE_FAMILIES, "suite family", family)(member)
     else:
         suite = _load(SUITES, "suite", name)
     if not isinstance(suite, Suite):
@@ -80,21 +87,39 @@ def load_suite(name: str) -> Suite:
 
 
 def parse_policy(text: str) -> ChosenPolicy:
-    """Read "h2o", "h2o:group=max" or "path/to/my_policy.py:MyPolicy:window=8"."""
+    """Read "h2o", "h2o:group=max" or "path/to/my_policy.py:MyPolicy:window=8". A file is run: give this only what the
+    user has typed. Raises UserError for an unknown policy or setting."""
     in_file = re.fullmatch(r"(?P<file>.+\.py):(?P<cls>\w+)(?::(?P<settings>.*))?", text)
     if in_file:
         policy, source = _from_file(Path(in_file["file"]).expanduser(), in_file["cls"])
         return ChosenPolicy(policy, _config(policy, in_file["settings"] or ""), source)
     if text.endswith(".py"):
         raise UserError(f"Name the class in the file too: --policy {text}:MyPolicy.")
-    name, _, settings = text.partition(":")
+    return parse_label(text)
+
+
+def parse_label(label: str) -> ChosenPolicy:
+    """Read the label of an installed policy ("h2o:group=max"), as results hold it. Unlike `parse_policy` it runs no
+    file, whatever the label says."""
+    name, _, settings = label.partition(":")
     policy = load_policy(name)
     return ChosenPolicy(policy, _config(policy, settings))
 
 
+def reference_policy() -> ChosenPolicy:
+    """The installed policy that takes no budget: the full cache, which the others are compared with. Raises UserError
+    if there is none."""
+    for name in names(POLICIES):
+        with suppress(UserError):  # a policy that does not load is passed over
+            policy = load_policy(name)
+            if not policy.needs_budget:
+                return ChosenPolicy(policy, policy.Config())
+    raise UserError("No policy without a budget is installed, so there is nothing to compare with.")
+
+
 def split_policies(text: str) -> list[str]:
-    """Split a comma list of policies and keep settings whole: in "tova,kvpop:label=max,window=32,h2o" a piece
-    with "=" and no ":" before it belongs to the policy before it."""
+    """Split a comma list of policies and keep settings together: in "tova,kvpop:label=max,window=32,h2o" a piece with
+    "=" and no ":" before it belongs to the policy before it."""
     policies: list[str] = []
     for piece in text.split(","):
         if policies and "=" in piece and ":" not in piece.partition("=")[0]:
@@ -104,22 +129,11 @@ def split_policies(text: str) -> list[str]:
     return policies
 
 
-def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> UserError:
-    """The sentence for a name that does not exist: the near matches, or all there are."""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    elif known:
-        hint = f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}."
-    else:
-        hint = "there is none."
-    return UserError(f"Unknown {kind} {name!r}{where}: {hint}")
-
-
 def read_settings(kind: type[Any], settings: str, owner: str, before: str) -> Any:
-    """An instance of the dataclass `kind` from "window=8,label=max". For sentences: `owner` is whose settings they are,
-    `before` what is written before them on the command line."""
+    """An instance of the dataclass `kind` from "window=8,label=max". Raises UserError for settings it does not take.
+
+    owner, before: whose settings they are, and what precedes them on the command line, for sentences.
+    """
     types = get_type_hints(kind)
     known = [field.name for field in fields(kind)]
     chosen: dict[str, Any] = {}
@@ -138,34 +152,35 @@ def read_settings(kind: type[Any], settings: str, owner: str, before: str) -> An
     try:
         return kind(**chosen)
     except (TypeError, ValueError) as error:
-        raise UserError(f"The settings of {owner} are not possible: {_one_line(error)}.") from error
+        raise UserError(f"The settings of {owner} are not possible: {_typed(error)}.") from error
 
 
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+    """Name to entry point. Raises UserError where two packages offer different ones under one name."""
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=group):
-        if found.setdefault(entry.name, entry).value != entry.value:
+        if entries.setdefault(entry.name, entry).value != entry.value:
             raise UserError(
-                f"Two packages offer {entry.name!r} in {group}: {found[entry.name].value} and {entry.value}; "
+                f"Two packages offer {entry.name!r} in {group}: {entries[entry.name].value} and {entry.value}; "
                 "uninstall one of them."
             )
-    return found
+    return entries
 
 
 def _load(group: str, kind: str, name: str) -> Any:
+    """What an entry point names. kind: "policy" or "suite", for sentences."""
     entries = _entries(group)
     if name not in entries:
         raise unknown(kind, name, entries)
     try:
         return entries[name].load()
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise UserError(
-            f"The {kind} {name} cannot be loaded from {entries[name].value}: {_one_line(error)}."
-        ) from error
+        raise UserError(f"The {kind} {name} cannot be loaded from {entries[name].value}: {_typed(error)}.") from error
 
 
-def _from_file(path: Path, cls: str) -> tuple[type[Policy], str]:
+def _from_file(path: Path, cls: str) -> tuple[type[BasePolicy], str]:
+    """Run a Python file; the policy class of that name in it, and the file's sha256."""
     if not path.is_file():
         raise UserError(f"There is no policy file {path}.")
     source = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -178,17 +193,18 @@ def _from_file(path: Path, cls: str) -> tuple[type[Policy], str]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"The policy file {path} cannot be loaded: {_one_line(error)}.") from error
+        raise UserError(f"The policy file {path} cannot be loaded: {_typed(error)}.") from error
     classes = [name for name, value in vars(module).items() if isinstance(value, type)]
     if cls not in classes:
         raise unknown("class", cls, classes, f" in {path}")
     return _policy_class(vars(module)[cls], cls), source
 
 
-def _policy_class(cls: Any, name: str) -> type[Policy]:
-    from evictbench.policy.base import Policy
+def _policy_class(cls: Any, name: str) -> type[BasePolicy]:
+    """`cls` as a policy class. Raises UserError if it is none, or lacks what every policy has to state."""
+    from evictbench.policy.base import BasePolicy
 
-    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+    if not (isinstance(cls, type) and issubclass(cls, BasePolicy)):
         raise UserError(f"{name} is not a policy: it has to be a subclass of evictbench.policy.base.Policy.")
     missing = [needed for needed in ("name", "summary", "paper") if not isinstance(getattr(cls, needed, None), str)]
     if missing:
@@ -198,12 +214,12 @@ def _policy_class(cls: Any, name: str) -> type[Policy]:
     return cls
 
 
-def _config(policy: type[Policy], settings: str) -> Any:
+def _config(policy: type[BasePolicy], settings: str) -> Any:
     return read_settings(policy.Config, settings, policy.name, f"{policy.name}:")
 
 
 def _value(text: str, kind: Any) -> Any:
-    """Read a setting as its field's type; ValueError says what is expected."""
+    """Read a setting as its field's type. Raises ValueError, whose message says what the setting takes."""
     if get_origin(kind) in (Union, UnionType):
         inner = [option for option in get_args(kind) if option is not NoneType]
         if text.lower() == "none" and NoneType in get_args(kind):
@@ -231,5 +247,6 @@ def _value(text: str, kind: Any) -> Any:
     return text
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(":. ")
+def _typed(error: BaseException) -> str:
+    """An error's type and message in one line, without a full stop."""
+    return f"{type(error).__name__}: {one_line(error)}".rstrip(":. ")

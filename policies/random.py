@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.policy import Entering, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy import ModelShape, NewEntries, Policy, SlotTensor, Step
+from evictbench.policy.plot_style import PlotStyle
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ _MASK = 2**64 - 1
 
 
 def priority(seed: int, layer: int, head: int, position: int) -> float:
-    """A number in [0, 1) from a splitmix64 hash: the same for the same arguments, anywhere."""
+    """A number in [0, 1) from a splitmix64 hash of its arguments, equal on every machine."""
     x = (((seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0] + (position + 1) * _MIX[1]) & _MASK
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         x = ((x ^ (x >> shift)) * factor) & _MASK
@@ -28,14 +29,14 @@ def priority(seed: int, layer: int, head: int, position: int) -> float:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed number, which is what torch has."""
+    """The low 64 bits of a number, read as a signed one, because torch has no unsigned 64-bit arithmetic."""
     value &= _MASK
     return value - 2**64 if value >= 2**63 else value
 
 
 @lru_cache(maxsize=1024)
 def _head_terms(seed: int, layer: int, kv_heads: int, device: torch.device) -> Tensor:
-    """What seed, layer and head add to the hash, `[kv_heads, 1]`."""
+    """The terms of the hash that seed, layer and head add, `[kv_heads, 1]` int64 on the device."""
     import torch
 
     terms = [_signed(((seed * 1_000_003 + layer) * 1_000_003 + head) * _MIX[0]) for head in range(kv_heads)]
@@ -44,7 +45,7 @@ def _head_terms(seed: int, layer: int, kv_heads: int, device: torch.device) -> T
 
 @dataclass(frozen=True)
 class Settings:
-    """seed of the hash; sinks and recent (the query's own included) are protected, as in the learned policies."""
+    """seed: of the hash. sinks, recent: first and last positions that are protected (recent counts the query's own)."""
 
     seed: int = 0
     sinks: int = 4
@@ -57,35 +58,36 @@ class Settings:
 
 
 class Random(Policy):
-    """A yardstick of ours: each (layer, KV head, position) has a hashed priority; the pool keeps the highest.
+    """A yardstick of ours: each (layer, KV head, position) has a hashed priority, and the pool keeps the highest.
 
-    Sinks and a recent window are protected, as in the learned policies, so that only the choice differs.
+    Sinks and a recent window are protected, as in the learned policies, so that only the ranking differs from them.
     """
 
     name = "random"
     summary = "hashed priorities behind sinks and a recent window; a yardstick"
     paper = "-"
+    plot_style = PlotStyle("#737373", "x", (0, (2, 2)), yardstick=True, place=2)
     Config = Settings
     prefill = "bounded"
     static = True
 
     @property
     def sinks(self) -> int:
-        """The first positions, never evicted."""
+        """How many first positions are never evicted."""
         return int(self.config.sinks)
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
-        """The last positions, never evicted."""
+        """How many last positions are never evicted, whatever the budget."""
         return int(self.config.recent)
 
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
-        """The hashed priority of each entry."""
+        """`priority`, the hashed number of each entry."""
         import torch
 
         return {"priority": SlotTensor(torch.float32)}
 
-    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
-        """`priority` of each new entry, vectorised; the arithmetic wraps at 64 bits as the scalar form does."""
+    def enter(self, entering: NewEntries) -> Mapping[str, Tensor]:
+        """The priority of each new entry, as `priority` gives it; the arithmetic wraps at 64 bits as it does there."""
         positions = entering.positions
         x = _head_terms(self.config.seed, entering.layer, entering.shape.kv_heads, positions.device)
         x = x + (positions.long()[:, None] + 1) * _signed(_MIX[1])
@@ -95,5 +97,5 @@ class Random(Policy):
         return {"priority": ((x >> 40) & (2**24 - 1)).float() / 2**24}
 
     def score(self, step: Step) -> Tensor:
-        """The priority, `[rows, kv_heads, slots]`."""
+        """The priority of each entry, `[rows, kv_heads, slots]`."""
         return step.state["priority"]

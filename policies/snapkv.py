@@ -1,4 +1,4 @@
-"""SnapKV: the last queries of the prompt vote for what to keep."""
+"""SnapKV: the last queries of the prompt vote for the entries to keep."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import GroupReduction, ModelShape, Phase, Policy, Shares, SlotTensor, Step, reduce_group
+from evictbench.policy import Granularity, GroupReduction, ModelShape, Phase, Policy, SlotTensor, Step, reduce_group
+from evictbench.policy.plot_style import PlotStyle
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 RESELECT_EVERY = 128
-"""In decode, tokens between two selections, where an eighth of the budget is not less (R-KV's adaptation)."""
+"""The most tokens between two selections in decode (R-KV's adaptation); an eighth of the budget if that is less."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """window: last queries, which vote and are kept; kernel and pool: 1-D pooling of the votes; group: reduction of
-    a KV head's query heads; decode: "reselect" so that the budget holds, or "append" as published. shares: each KV
-    "head" has its own kept set; one for a "layer" or the "model" is a control."""
+    """window: last queries, which vote and whose entries are kept. kernel, pool: width and kind of the votes' 1-D
+    pooling. group: how the votes of a KV head's query heads are reduced. decode: "reselect", so that the budget holds,
+    or "append", as published. shares: who shares a kept set: a KV "head", or, as a control, a "layer" or "model"."""
 
     window: int = 32
     kernel: int = 7
     pool: Literal["max", "avg"] = "max"
     group: GroupReduction = "mean"
     decode: Literal["reselect", "append"] = "reselect"
-    shares: Shares = "head"
+    shares: Granularity = "head"
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -47,84 +48,85 @@ class Settings:
 class SnapKV(Policy):
     """Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4.
 
-    Votes: softmax rows of the last `window` queries over all held keys, summed over the window, reduced over the
-    group, pooled along positions; the best prefix entries are kept with the window itself.
+    Votes are the softmax rows of the last `window` queries over all held keys, summed over the window, reduced over the
+    group and pooled along positions. The best prefix entries are kept, and the window itself.
 
     Deviations: selection per KV head with a named group reduction (the authors select and store per query head);
     decode="reselect", which the paper does not have: whenever the budget is reached, the last `window` queries select
-    again and i = min(128, budget // 8) places are freed. The ring of window queries that this needs is charged.
+    again and i = min(128, budget // 8) slots are freed. The ring of window queries that this needs is charged.
 
-    shares=layer and shares=model are not the published method but controls, for comparison with methods that keep one
-    set for a layer or for the model: the votes of all KV heads that share the set, each reduced over its group, are
-    added up and then pooled.
+    shares=layer and shares=model are controls and not the published method. They compare with methods that keep one set
+    for a layer or for the model: the votes of all KV heads that share the set, each reduced over its group, are added
+    and then pooled.
     """
 
     name = "snapkv"
     summary = "the last queries of the prompt vote, pooled along positions"
     paper = "arXiv 2404.14469"
+    plot_style = PlotStyle("#2c27fb", "D", place=6)
     Config = Settings
     signals = frozenset({"window_probs"})
 
     def __init__(self, config: Settings | None = None) -> None:
         super().__init__(config)
-        self.shares = self.config.shares
+        self.granularity = self.config.shares
 
     @property
     def window(self) -> int:
-        """The queries that vote."""
+        """How many last queries vote."""
         return int(self.config.window)
 
     @property
-    def guarded(self) -> bool:
-        """decode=append lets the cache grow, as published."""
+    def enforces_budget(self) -> bool:
+        """Whether the budget holds in decode; decode=append lets the cache grow, as published."""
         return bool(self.config.decode == "reselect")
 
     def keep(self, budget: int, phase: Phase) -> int | None:
-        """A whole interval is freed at once; append cuts the prompt to the budget and nothing afterwards."""
+        """Entries that a cut keeps: the budget less an interval; with append the budget in the prompt, later None."""
         if self.config.decode == "append":
             return budget if phase == "prompt" else None
         return budget - max(1, min(RESELECT_EVERY, budget // 8))
 
     def charged_state(self, shape: ModelShape) -> int:
-        """The ring: heads · window · head_dim elements a layer, over 2 · head_dim · kv_heads."""
-        return -(-shape.group * self.window // 2) if self.guarded else 0
+        """The ring of queries as entries: heads · window · head_dim elements a layer, over 2 · head_dim · kv_heads."""
+        return -(-shape.group * self.window // 2) if self.enforces_budget else 0
 
     def minimum_budget(self, shape: ModelShape) -> int:
-        """The window, the ring, one place to choose, and the interval that is freed."""
+        """Room for the window, the ring, one entry to choose, and the interval that a cut frees."""
         slots = self.window + 2
         while (kept := self.keep(slots, "prompt")) is not None and kept <= self.window:
             slots += 1
         return slots + self.charged_state(shape)
 
     def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
-        """The votes of the layers so far, where the model shares one kept set."""
+        """`votes`, the sum over the layers so far, where the model shares one kept set."""
         import torch
 
-        return {"votes": SlotTensor(torch.float32)} if self.shares == "model" else {}
+        return {"votes": SlotTensor(torch.float32)} if self.granularity == "model" else {}
 
     def observe(self, step: Step) -> None:
-        """Where the model shares one kept set, a layer votes once it has attended."""
-        if self.shares == "model" and step.cuts:
+        """Add this layer's votes to the sum, where the model shares one kept set."""
+        if self.granularity == "model" and step.cuts:
             total = step.shared["votes"]
             if step.layer == 0:
                 total.zero_()
             total.add_(self._votes(step).sum(1, keepdim=True).to(total.device))
 
     def _votes(self, step: Step) -> Tensor:
-        """`[rows, kv_heads, slots]`."""
+        """The layer's votes for each entry, `[rows, kv_heads, slots]`."""
         assert step.signals.window_probs is not None
         return reduce_group(step.signals.window_probs().sum(-2), self.config.group)
 
     def score(self, step: Step) -> Tensor:
-        """Pooled votes; the window itself above everything. `[rows, sets, slots]`."""
+        """The pooled votes, `[rows, sets, slots]`; the window's entries are above all others."""
         import torch
         import torch.nn.functional as F
 
-        if self.shares == "model":
+        if self.granularity == "model":
             votes = step.shared["votes"].to(step.positions.device)
         else:
             votes = self._votes(step)
-            if self.shares == "layer":
+            if self.granularity == "layer":
                 votes = votes.sum(1, keepdim=True)
         positions = step.positions.expand_as(votes)
         following = step.query_positions[:, -1, None, None] + 1

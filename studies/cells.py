@@ -1,4 +1,4 @@
-"""Many cells on the same texts, text by text, so that all of them share what a text costs once.
+"""Many cells on the same texts, text by text, so that all of them share what is computed once a text.
 
 Every cell is an ordinary run with an ordinary folder: it resumes, other processes may work on other cells, and
 `evictbench run` finds and extends it. Its times are not those of an ordinary run (see `replay`).
@@ -13,26 +13,32 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
 from evictbench.errors import UserError
-from evictbench.evaluation.plan import Plan, make_plan
+from evictbench.evaluation.plan import RunPlan, make_plan
 from evictbench.evaluation.run import TextGenerator, load_generator, load_model, run_plan
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
+from evictbench.generation.generator import Generator
 from evictbench.store import run_folder
+from evictbench.suites.fidelity.generator import TeacherForced
+from studies.replay import DenseRuns, ReplayingRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from studies.replay import DenseRuns
 
 Say = Callable[[str], None]
 
 
 @dataclass
 class Cell:
-    """A policy, as named (`kvpop:label=max`, `kvpop@folder` for weights in a folder), at a budget, and its plan."""
+    """A policy at a budget, and its plan.
+
+    name: as the command names it (`kvpop:label=max`, or `kvpop@folder` for weights in a folder). busy: whether another
+    process is writing to it.
+    """
 
     name: str
     budget: str | None
-    plan: Plan
+    plan: RunPlan
     busy: bool = False
 
     @property
@@ -42,38 +48,38 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What it is beside the others: full, oracle (knows the future), learned, or training-free."""
+        """The kind of policy: full, oracle (knows the future), learned, or training-free."""
         policy = self.plan.policy
         if not policy.needs_budget:
             return "full"
-        return "oracle" if policy.foresees else "learned" if policy.learned else "training-free"
+        return "oracle" if getattr(policy, "needs_labels", False) else "learned" if policy.learned else "training-free"
 
     def values(self, metric: str) -> dict[run_folder.Key, float]:
-        """A metric of every sample asked for that is finished, by sample."""
+        """A metric of every finished sample that the plan asks for, by sample."""
         asked = {planned.key for planned in self.plan.prompts}
         lines = run_folder.read_samples(self.plan.folder)
         return {key: _metric(line, metric) for key, line in lines.items() if key in asked}
 
 
 @dataclass
-class Silent:
-    """Watches a run and says nothing but warnings."""
+class WarningWatcher:
+    """The watcher of a run that shows only its warnings, each once. samples: how many were finished."""
 
     say: Say
     samples: int = 0
     warned: set[str] = field(default_factory=set)
 
     def phase(self, text: str) -> None:
-        """Nothing."""
+        """Show nothing."""
 
-    def planned(self, plan: Plan, finished: int) -> None:
-        """Nothing."""
+    def planned(self, plan: RunPlan, finished: int) -> None:
+        """Show nothing."""
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def warn(self, sentence: str) -> None:
-        """Say it once."""
+        """Show the warning, if it is new."""
         if sentence not in self.warned:
             self.warned.add(sentence)
             self.say(f"warning: {sentence}")
@@ -83,8 +89,11 @@ class Silent:
         self.samples += 1
 
 
-def plan_cells(policies: Iterable[str], budgets: Sequence[str], common: Settings, say: Say) -> list[Cell]:
-    """Check and plan every policy at every budget; a policy without one is planned once."""
+def plan_cells(policies: Iterable[str], budgets: Sequence[str], common: RunSettings, say: Say) -> list[Cell]:
+    """Check and plan every policy at every budget. A policy that takes no budget is planned once.
+
+    common: the settings, but for policy, budget and weights.
+    """
     cells = []
     for name in policies:
         policy, _, weights = name.partition("@")
@@ -98,7 +107,7 @@ def plan_cells(policies: Iterable[str], budgets: Sequence[str], common: Settings
 
 
 def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
-    """Run what is not finished, `block` samples of every cell at a time; False if stopped by Ctrl-C.
+    """Run what is not finished, `block` samples of every cell at a time; returns False if stopped by Ctrl-C.
 
     A cell that another process is writing to is left to it.
     """
@@ -108,10 +117,8 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
         return True
     say("loading the weights")
     model = load_model(cells[0].plan)
-    from studies.replay import DenseRuns
-
     runs = DenseRuns(model, block)
-    watch = Silent(say)
+    watch = WarningWatcher(say)
     for start in range(0, len(todo), block):
         keys = set(todo[start : start + block])
         for cell in cells:
@@ -120,7 +127,7 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
                 continue
             began, watch.samples = time.perf_counter(), 0
             try:
-                outcome = run_plan(cell.plan, watch, lambda plan: _generator(plan, model, runs), keys)
+                outcome = run_plan(cell.plan, watch, lambda plan: replaying_generator(plan, model, runs), keys)
             except UserError as error:
                 if not str(error).startswith("Another run is writing"):
                     raise
@@ -135,14 +142,13 @@ def run_cells(cells: Sequence[Cell], block: int, say: Say) -> bool:
     return True
 
 
-def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[TextGenerator, str]:
-    """An ordinary run's generator of a model that is here, fed from recordings."""
-    from evictbench.generation.generator import Generator
-    from evictbench.suites.fidelity.generator import Forced
-    from studies.replay import ReplayingFeeder
+def replaying_generator(plan: RunPlan, model: PreTrainedModel, runs: DenseRuns) -> tuple[TextGenerator, str]:
+    """An ordinary run's generator on a loaded model, fed from recordings, and its device.
 
+    Raises UserError for a suite whose generator cannot be fed from recordings.
+    """
     generator, device = load_generator(plan, lambda _: model)
-    feeder = ReplayingFeeder(
+    runner = ReplayingRunner(
         model,
         plan.policy,
         plan.checked.budget,
@@ -151,11 +157,11 @@ def _generator(plan: Plan, model: PreTrainedModel, runs: DenseRuns) -> tuple[Tex
         runs=runs,
         label=plan.checked.chosen.label,
     )
-    if isinstance(generator, Forced):
-        generator.comparison.feeder = feeder
+    if isinstance(generator, TeacherForced):
+        generator.comparison.runner = runner
         generator.comparison.dense_passes = runs.dense_passes
     elif isinstance(generator, Generator):
-        generator.feeder = feeder
+        generator.runner = runner
     else:
         raise UserError(f"Cells of {plan.checked.suite.name} cannot share dense runs: run them one by one.")
     return generator, device

@@ -1,29 +1,30 @@
-"""Do named policies beat the others, on the same samples? Fidelity on GSM8K test text, and RULER's needles.
+"""Do named policies beat the others on the same samples? Fidelity on GSM8K test text, and RULER's needles.
 
     python -m studies.compare fidelity --data-dir DATA --policies h2o,tova,kvpop:label=mean,oracle
     python -m studies.compare ruler --policies h2o,tova,kvpop:label=max,oracle:label=max --budgets 256
     python -m studies.compare ruler --policies ... --part 1/2      # every other cell; another process takes 2/2
     python -m studies.compare ruler --policies ... --table         # only show what is there
 
-Policies are named as on the command line; `kvpop:label=max@FOLDER` takes its weights from a folder. What is finished is
-not run again. Each policy of --test (learned ones and oracles by default) is set beside every training-free one, paired
-by document: the sign-flip test of the mean difference, and the exact sign test, which for right-or-wrong answers is
-McNemar's (`evictbench.stats.paired`). Times in these folders are not those of ordinary runs: what a text costs once is
-shared by all cells (`studies.replay`).
+Policies are named as on the command line; `kvpop:label=max@FOLDER` takes its weights from a folder. Finished samples
+are not run again. Each policy of --test (learned ones and oracles by default) is compared with every training-free one,
+paired by document: the sign-flip test of the mean difference, and the exact sign test, which for right-or-wrong answers
+is McNemar's (`evictbench.stats.paired`). Times in these folders are not those of ordinary runs: all cells share what
+is computed once a text (`studies.replay`).
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
-from evictbench.evaluation.settings import CHOICES
+from evictbench.evaluation.settings import CHOICES, RunSettings
+from evictbench.models import bundled
+from evictbench.registry import split_policies
+from studies.command import exit_code, in_part, part, say
 
 if TYPE_CHECKING:
     from studies.cells import Cell
@@ -45,28 +46,18 @@ METRICS: Mapping[str, tuple[tuple[str, bool], ...]] = {
     "fidelity": (("kl", False), ("nll", False), ("agreement", True)),
     "ruler": (("score", True),),
 }
-"""By suite: what is compared, and whether more of it is better."""
+"""By suite: the metrics that are compared, and whether more of each is better."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
-    options = _options(arguments)
-    try:
-        return _compare(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Run the command; returns its exit code."""
+    return exit_code(_compare, _options(arguments))
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from evictbench.evaluation.settings import Settings
-    from evictbench.registry import split_policies
     from studies.cells import plan_cells, run_cells
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    common = Settings(
+    common = RunSettings(
         policy="full",
         suite=options.suite,
         tasks=options.tasks,
@@ -85,22 +76,20 @@ def _compare(options: argparse.Namespace) -> int:
     )
     budgets = [budget.strip() for budget in options.budgets.split(",")]
     cells = plan_cells(split_policies(options.policies), budgets, common, say)
-    if not options.table:
-        part, of = options.part
-        if not run_cells([cell for index, cell in enumerate(cells) if index % of == part - 1], options.block, say):
-            say("stopped; what is finished is kept")
-            return 130
+    if not options.table and not run_cells(in_part(cells, options.part), options.block, say):
+        say("stopped; what is finished is kept")
+        return 130
     if options.csv is not None:
         write_samples(cells, METRICS[options.suite], options.csv)
-    named = split_policies(options.test) if options.test else None
+    tested = split_policies(options.test) if options.test else None
     for metric, more_is_better in METRICS[options.suite]:
-        for line in table(cells, metric, more_is_better, named):
+        for line in table(cells, metric, more_is_better, tested):
             print(line)
     return 0
 
 
 def write_samples(cells: Sequence[Cell], metrics: Sequence[tuple[str, bool]], file: Path) -> None:
-    """A line a cell and sample: policy, budget, task, document, and its metrics."""
+    """Write a CSV file with a line per cell and sample: policy, budget, task, document, and the metrics."""
     names = [name for name, _ in metrics]
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
@@ -108,34 +97,34 @@ def write_samples(cells: Sequence[Cell], metrics: Sequence[tuple[str, bool]], fi
         for cell in cells:
             values = {name: cell.values(name) for name in names}
             for key in sorted(values[names[0]]):
-                found = (f"{values[name][key]:.6g}" for name in names)
-                writer.writerow([cell.name, cell.budget or "", *key[:2], *found])
+                numbers = (f"{values[name][key]:.6g}" for name in names)
+                writer.writerow([cell.name, cell.budget or "", *key[:2], *numbers])
 
 
-def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Sequence[str] | None = None) -> list[str]:
-    """Lines: every cell's mean with its interval, then each tested policy beside every training-free one.
+def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequence[str] | None = None) -> list[str]:
+    """Lines of text: every cell's mean with its interval, then each tested policy against every training-free one.
 
-    named: the policies to test, by the names that the cells have; None: all learned ones and oracles.
+    tested: the names of these policies, as the cells have them; None: all learned ones and oracles.
     """
     from evictbench.stats.intervals import mean_interval, spread_interval
     from evictbench.stats.paired import difference
 
-    found = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
-    documents = {title: {key[:2]: value for key, value in values.items()} for title, values in found.items()}
+    samples = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
+    documents = {title: {key[:2]: value for key, value in values.items()} for title, values in samples.items()}
     lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
     width = max(len(cell.title) for cell in cells)
     for cell in cells:
-        values = list(found.get(cell.title, {}).values())
+        values = list(samples.get(cell.title, {}).values())
         if values:
             scores = metric == "score" and all(value in (0, 1) for value in values)
             interval = mean_interval(values) if scores else spread_interval(values)
             spread = "" if interval is None else f"  {interval[0]:8.4f} to {interval[1]:8.4f}"
             lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}")
     for budget in dict.fromkeys(cell.budget for cell in cells if cell.budget is not None):
-        level = [cell for cell in cells if cell.budget == budget and found.get(cell.title)]
-        others = [cell for cell in level if cell.kind == "training-free"]
-        for cell in level:
-            if cell.name not in named if named is not None else cell.kind not in ("learned", "oracle"):
+        cells_here = [cell for cell in cells if cell.budget == budget and samples.get(cell.title)]
+        others = [cell for cell in cells_here if cell.kind == "training-free"]
+        for cell in cells_here:
+            if cell.name not in tested if tested is not None else cell.kind not in ("learned", "oracle"):
                 continue
             lines.append(f"  {cell.title} against")
             for other in others:
@@ -151,23 +140,23 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, named: Seque
                     f"sign test p {pair.sign_test():.2g} ({pair.wins} above, {pair.losses} below, n {pair.documents})"
                     f"{', better' if better else ''}"
                 )
-            lines += _closed(cell, level, found)
+            lines += _closed_gaps(cell, cells_here, samples)
     return lines
 
 
-def _closed(cell: Cell, level: Sequence[Cell], found: Mapping[str, Mapping[Any, float]]) -> list[str]:
-    """How much of the gap between h2o and each oracle a learned policy closes, on the samples that all three have."""
-    start = next((other for other in level if other.name == "h2o"), None)
-    if start is None or cell.kind != "learned":
+def _closed_gaps(cell: Cell, cells: Sequence[Cell], samples: Mapping[str, Mapping[Any, float]]) -> list[str]:
+    """The share of the gap from h2o to each oracle that a learned policy closes, on the samples that all three have."""
+    h2o = next((other for other in cells if other.name == "h2o"), None)
+    if h2o is None or cell.kind != "learned":
         return []
     lines = []
-    for oracle in (other for other in level if other.kind == "oracle"):
-        common = found[cell.title].keys() & found[start.title].keys() & found[oracle.title].keys()
+    for oracle in (other for other in cells if other.kind == "oracle"):
+        common = samples[cell.title].keys() & samples[h2o.title].keys() & samples[oracle.title].keys()
         if not common:
             continue
-        mine, low, high = (fmean(found[each.title][key] for key in common) for each in (cell, start, oracle))
+        mean, low, high = (fmean(samples[other.title][key] for key in common) for other in (cell, h2o, oracle))
         if high != low:
-            lines.append(f"    closes {(mine - low) / (high - low):.0%} of the gap between h2o and {oracle.name}")
+            lines.append(f"    closes {(mean - low) / (high - low):.0%} of the gap between h2o and {oracle.name}")
     return lines
 
 
@@ -185,10 +174,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", help="tokens of a continuation or answer at most")
     parser.add_argument("--prefill", choices=CHOICES["prefill"], default="native")
     parser.add_argument("--csv", type=Path, help="write every sample's values to this file as well")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default=bundled.NAME)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block", type=int, default=8, help="samples that go through all cells before the next ones")
-    parser.add_argument("--part", type=_part, default=(1, 1), help="1/2: only the first of two halves of the cells")
+    parser.add_argument("--part", type=part, default=(1, 1), help="1/2: only the first of two halves of the cells")
     parser.add_argument("--table", action="store_true", help="run nothing, show what is finished")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -202,13 +191,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.block < 1:
         parser.error("--block is at least 1")
     return options
-
-
-def _part(text: str) -> tuple[int, int]:
-    part, _, of = text.partition("/")
-    if not (part.isdigit() and of.isdigit() and 1 <= int(part) <= int(of)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 1/2")
-    return int(part), int(of)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
 SHOWN = {"ruler": "score", "fidelity": "kl"}
 """By suite: the metric that is drawn."""
@@ -16,7 +16,7 @@ SHOWN = {"ruler": "score", "fidelity": "kl"}
 
 @dataclass(frozen=True)
 class Line:
-    """A mean over samples. budget: empty for the full cache; low, high: its 95% interval, empty for one sample."""
+    """A mean over samples. budget: "" for the full cache. low, high: the mean's 95% interval; None for one sample."""
 
     suite: str
     task: str
@@ -30,7 +30,7 @@ class Line:
 
 
 def draw(lines: Sequence[Line], folder: Path) -> None:
-    """plot.svg and plot.png: a panel for each task, the budget along it; the full cache is a dashed line."""
+    """Write plot.svg and plot.png: a panel per task over the budget, with the full cache as a dashed line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,13 +47,13 @@ def draw(lines: Sequence[Line], folder: Path) -> None:
         here = [line for line in shown if (line.suite, line.task) == (suite, task)]
         budgets = sorted({int(line.budget) for line in here if line.budget})
         for number, policy in enumerate(policies):
-            of = sorted((line for line in here if line.policy == policy), key=lambda line: int(line.budget))
-            below = [line.mean - (line.mean if line.low is None else line.low) for line in of]
-            above = [(line.mean if line.high is None else line.high) - line.mean for line in of]
-            at = [int(line.budget) * 1.03 ** (number - (len(policies) - 1) / 2) for line in of]
+            points = sorted((line for line in here if line.policy == policy), key=lambda line: int(line.budget))
+            below = [line.mean - (line.mean if line.low is None else line.low) for line in points]
+            above = [(line.mean if line.high is None else line.high) - line.mean for line in points]
+            x = [int(line.budget) * 1.03 ** (number - (len(policies) - 1) / 2) for line in points]
             axis.errorbar(
-                at,
-                [line.mean for line in of],
+                x,
+                [line.mean for line in points],
                 yerr=[[max(0.0, gap) for gap in below], [max(0.0, gap) for gap in above]],
                 marker="o",
                 capsize=2,
@@ -86,8 +86,8 @@ def draw(lines: Sequence[Line], folder: Path) -> None:
     pyplot.close(figure)
 
 
-def report(lines: Sequence[Line], runs: Sequence[Settings], model: str) -> str:
-    """README.md: what was asked, what was run, the numbers."""
+def report(lines: Sequence[Line], runs: Sequence[RunSettings], model: str) -> str:
+    """The text of README.md: the question, what was run, the numbers. runs: the settings, one per suite."""
     from evictbench.models import machine
 
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
@@ -116,11 +116,11 @@ def report(lines: Sequence[Line], runs: Sequence[Settings], model: str) -> str:
 def _table(lines: Sequence[Line]) -> list[str]:
     rows = list(dict.fromkeys((line.policy, line.budget) for line in lines))
     tasks = list(dict.fromkeys(line.task for line in lines))
-    found = {(line.policy, line.budget, line.task): line for line in lines}
+    by_cell = {(line.policy, line.budget, line.task): line for line in lines}
     head = ["policy", "budget", *tasks]
     table = [f"**{lines[0].suite}, {lines[0].metric}**", "", _row(head), _row(["---"] * len(head))]
     for policy, budget in rows:
-        cells = [_number(found.get((policy, budget, task))) for task in tasks]
+        cells = [_number(by_cell.get((policy, budget, task))) for task in tasks]
         table.append(_row([f"`{policy}`", budget or "-", *cells]))
     return table
 

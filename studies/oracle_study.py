@@ -4,25 +4,26 @@
     python -m studies.oracle_study --data-dir DATA --samples 2 --texts 2 --folder try --out try/runs
 
 Writes data.csv (a line per policy, budget, task and metric), plot.svg and plot.png, and README.md, which says what was
-run. What is finished is not run again.
+run. Finished samples are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
-from studies.oracle_report import Line
+from evictbench.evaluation.settings import RunSettings
+from evictbench.models import bundled
+from evictbench.registry import split_policies
+from studies.command import exit_code, say
+from studies.oracle_report import Line, draw, report
 
 if TYPE_CHECKING:
-    from evictbench.evaluation.settings import Settings
     from studies.cells import Cell
 
 POLICIES = "full,oracle:label=mean,oracle:label=max"
@@ -31,26 +32,16 @@ METRICS = {"ruler": ("score",), "fidelity": ("kl", "agreement", "nll")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
-    options = _options(arguments)
-    try:
-        return _study(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Run the command; returns its exit code."""
+    return exit_code(_study, _options(arguments))
 
 
 def _study(options: argparse.Namespace) -> int:
-    from evictbench.registry import split_policies
     from studies.cells import plan_cells, run_cells
-    from studies.oracle_report import draw, report
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     budgets = [budget.strip() for budget in options.budgets.split(",")]
     lines: list[Line] = []
-    runs: list[Settings] = []
+    runs: list[RunSettings] = []
     for common in _workloads(options):
         cells = plan_cells(split_policies(options.policies), budgets, common, say)
         if not run_cells(cells, options.block, say):
@@ -66,9 +57,7 @@ def _study(options: argparse.Namespace) -> int:
     return 0
 
 
-def _workloads(options: argparse.Namespace) -> list[Settings]:
-    from evictbench.evaluation.settings import Settings
-
+def _workloads(options: argparse.Namespace) -> list[RunSettings]:
     shared: dict[str, Any] = {
         "policy": "full",
         "model": options.model,
@@ -79,8 +68,8 @@ def _workloads(options: argparse.Namespace) -> list[Settings]:
         "out": options.out,
     }
     return [
-        Settings(suite="ruler", tasks=options.tasks, context=options.context, limit=options.samples, **shared),
-        Settings(
+        RunSettings(suite="ruler", tasks=options.tasks, context=options.context, limit=options.samples, **shared),
+        RunSettings(
             suite="fidelity",
             tasks="gsm8k",
             context=options.text_context,
@@ -112,7 +101,7 @@ def summarise(cells: Sequence[Cell]) -> list[Line]:
 
 
 def write(lines: Sequence[Line], file: Path) -> None:
-    """As comma-separated values, numbers to six figures."""
+    """Write the lines as a CSV file, numbers to six figures."""
     with file.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow([field.name for field in fields(Line)])
@@ -135,7 +124,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=20, help="of GSM8K")
     parser.add_argument("--text-context", type=int, default=864, help="tokens of a text, continuation included")
     parser.add_argument("--continuation", type=int, default=96, help="tokens of a continuation at most")
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", default=bundled.NAME)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--block", type=int, default=8, help="samples that go through all cells before the next ones")
     parser.add_argument("--device", default="auto")

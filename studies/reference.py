@@ -6,9 +6,9 @@
     python -m studies.reference --data-dir DATA --publish      # run nothing, write what is finished
 
 RULER's four tasks that the model itself answers best, and fidelity on GSM8K's test text; float32, every prompt
-attended whole and cut once at its end, so that one dense pass over a text serves all cells (`studies.replay`).
-Stop it at any time: what is finished is not run again. What is published to results/reference/bundled are run folders
-that `evictbench plot`, `report` and `gate` read, without the text of any prompt or answer.
+attended whole and cut once at its end, so that one dense pass over a text serves all cells (`studies.replay`). It can
+be stopped at any time; finished samples are not run again. The published folders, in results/reference/bundled, are run
+folders without the text of any prompt or answer, which `evictbench plot`, `report` and `gate` read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
+from evictbench.evaluation.settings import RunSettings
+from evictbench.models import bundled
+from evictbench.registry import split_policies
+from evictbench.store import run_folder
+from evictbench.store.files import write_json
+from evictbench.store.summary import summarise
+from studies.command import exit_code, in_part, part, say
 
 if TYPE_CHECKING:
-    from evictbench.evaluation.plan import Plan
+    from evictbench.evaluation.plan import RunPlan
 
 POLICIES = (
     *("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "oracle:label=mean", "oracle:label=max"),
@@ -51,18 +56,18 @@ need data of their own. (`evictbench run --policy full --suite ruler --context 1
 FOLDER = Path("results/reference/bundled")
 
 TEXT = frozenset({"text", "tokens", "prompt_ids", "answer", "by_position"})
-"""What a published sample leaves out: the words themselves, and detail that no comparison uses."""
+"""Fields that a published sample leaves out: the text itself, and detail that no comparison uses."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", type=Path, help="a folder that holds gsm8k/test.jsonl")
     parser.add_argument("--suites", default=",".join(WORKLOADS))
     parser.add_argument("--policies", default=",".join(POLICIES), help="only these, named as on the command line")
     parser.add_argument("--budgets", default=",".join(BUDGETS))
     parser.add_argument("--limit", type=int, help="the first so many samples of each task alone")
-    parser.add_argument("--part", default="1/1", help="1/2: only the first of two halves of the cells")
+    parser.add_argument("--part", type=part, default=(1, 1), help="1/2: only the first of two halves of the cells")
     parser.add_argument("--block", type=int, default=20, help="samples that go through all cells before the next ones")
     parser.add_argument("--publish", action="store_true", help="run nothing, copy what is finished")
     parser.add_argument("--extend", action="store_true", help="go on from what is published")
@@ -71,27 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.folder is None and (options.publish or options.extend):
         options.folder = FOLDER
-    try:
-        return _reference(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(_reference, options)
 
 
 def _reference(options: argparse.Namespace) -> int:
-    from evictbench.evaluation.settings import Settings
-    from evictbench.registry import split_policies
     from studies.cells import plan_cells, run_cells
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    part, of = (int(number) for number in options.part.split("/"))
     for suite in options.suites.split(","):
-        common = Settings(policy="full", suite=suite, **_settings(suite, options))
+        common = RunSettings(policy="full", suite=suite, **_settings(suite, options))
         cells = plan_cells(split_policies(options.policies), options.budgets.split(","), common, say)
         if not options.publish:
-            mine = [cell for index, cell in enumerate(cells) if index % of == part - 1]
+            mine = in_part(cells, options.part)
             if options.extend:
                 for cell in mine:
                     begin_from_published(cell.plan, options.folder)
@@ -107,12 +102,12 @@ def _settings(suite: str, options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in WORKLOADS[suite].items() if value is not None}
     if options.limit is not None:
         given["limit"] = options.limit
-    common = {"model": "smollm2", "dtype": "float32", "prefill": "dense", "batch_size": options.block}
+    common = {"model": bundled.NAME, "dtype": "float32", "prefill": "dense", "batch_size": options.block}
     return {**common, **given, "data_dir": options.data_dir, "out": options.out}
 
 
-def begin_from_published(plan: Plan, root: Path) -> bool:
-    """Let a cell that has not been run go on from its published samples; whether there are any."""
+def begin_from_published(plan: RunPlan, root: Path) -> bool:
+    """Copy the published samples of a cell that was never run, so that it goes on from them; False if it has none."""
     published = root / plan.folder.relative_to(plan.settings.out)
     if plan.folder.exists() or not published.is_dir():
         return False
@@ -120,25 +115,23 @@ def begin_from_published(plan: Plan, root: Path) -> bool:
     return True
 
 
-def publish(plan: Plan, root: Path) -> int:
-    """Copy a cell's finished samples that were asked for, without text; how many there are."""
-    from evictbench.store import run_folder
-    from evictbench.store.files import write_json
-    from evictbench.store.summary import summarise
-
+def publish(plan: RunPlan, root: Path) -> int:
+    """Copy those of a cell's finished samples that its plan asks for, without text; returns how many there are."""
     if not plan.folder.exists():
         return 0
     asked = {planned.key for planned in plan.prompts}
-    found = run_folder.read_samples(plan.folder)
+    samples = run_folder.read_samples(plan.folder)
     lines = [
-        {name: value for name, value in found[key].items() if name not in TEXT} for key in sorted(found) if key in asked
+        {name: value for name, value in samples[key].items() if name not in TEXT}
+        for key in sorted(samples)
+        if key in asked
     ]
     if not lines:
         return 0
     folder = root / plan.folder.relative_to(plan.settings.out)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / run_folder.RUN, run_folder.read_run(plan.folder))
-    summary = {"fingerprint": run_folder.read_run(plan.folder)["fingerprint"], "identity": plan.identity}
+    summary = {"fingerprint": run_folder.read_run(plan.folder)["fingerprint"], "identity": plan.fingerprint}
     write_json(folder / run_folder.SUMMARY, summary | summarise(lines, plan.asked))
     with (folder / run_folder.SAMPLES).open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,8 +1,8 @@
 """The reference results as a page and a picture: `python -m studies.reference_page [FOLDER]`.
 
-From the published runs: the tables of FOLDER/README.md between its two marks, a short one of the README at the root
-likewise, and FOLDER/budget_score.png. Only documents that every cell of a suite has are counted; differences are paired
-by document, p is the sign-flip test's (`evictbench.stats.paired`), by Holm's method over the rows of a table.
+From the published runs it makes the tables of FOLDER/README.md between its two marks, a short one in the README at the
+root likewise, and FOLDER/budget_score.png. Only documents that every cell of a suite has are counted; differences are
+paired by document, p is the sign-flip test's (`evictbench.stats.paired`), by Holm's method over the rows of a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from evictbench.stats.paired import Documents
 
 BASE = "h2o"
-"""What every row is set beside."""
+"""The policy that every row is compared with."""
 
 MARKS = "<!-- tables: made by studies.reference_page -->", "<!-- end of tables -->"
 
@@ -29,19 +29,19 @@ METRICS: Mapping[str, tuple[str, float, str]] = {
     "ruler": ("score", 100.0, ".1f"),
     "fidelity": ("metric_kl", 1.0, ".4f"),
 }
-"""By suite: the column that its table shows, times what, and how it is written."""
+"""By suite: the column that its table shows, the factor that it is multiplied by, and its number format."""
 
 Cells = Mapping[tuple[str, str], "Documents"]
-"""(policy, budget): the values of its documents. The full cache's budget is ""."""
+"""By policy and budget: the values of the documents. The full cache's budget is ""."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     folder = Path((arguments or sys.argv[1:] or [str(FOLDER)])[0])
     try:
-        between(folder / "README.md", "\n".join(lines(folder)))
+        write_between_marks(folder / "README.md", "\n".join(lines(folder)))
         if folder == FOLDER:
-            between(Path("README.md"), "\n".join(summary(folder)) + "\n")
+            write_between_marks(Path("README.md"), "\n".join(summary(folder)) + "\n")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def between(page: Path, text: str) -> None:
-    """Write a text between the two marks of a page; ValueError where it lacks them."""
+def write_between_marks(page: Path, text: str) -> None:
+    """Write a text between the two marks of a page; raises ValueError where it lacks them."""
     before, mark, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
     if not mark or MARKS[1] not in rest:
         raise ValueError(f"{page} lacks the marks that its tables stand between.")
@@ -59,40 +59,40 @@ def between(page: Path, text: str) -> None:
 
 
 def summary(folder: Path) -> Iterator[str]:
-    """One row a policy, the best at the larger budget first: its means in every suite and at every budget."""
+    """The lines of a table of means by suite and budget: a row per policy, the best at the larger budget first."""
     from evictbench.stats.intervals import mean_of_tasks
     from evictbench.store.frame import read_results
 
     samples = read_results(folder, text=False)
     columns: dict[str, dict[str, tuple[float, str]]] = {}
-    for suite, (column, times, form) in METRICS.items():
+    for suite, (column, factor, form) in METRICS.items():
         cells = common(read_cells(samples[samples["suite"] == suite], column))
         for budget in BUDGETS:
-            words: dict[str, tuple[float, str]] = {}
-            for (policy, at), values in cells.items():
-                if at in ("", budget):
+            means: dict[str, tuple[float, str]] = {}
+            for (policy, own_budget), values in cells.items():
+                if own_budget in ("", budget):
                     tasks = sorted({task for task, _ in values})
                     mean, _ = mean_of_tasks(
-                        {task: [v for (of, _), v in values.items() if of == task] for task in tasks}
+                        {task: [value for (name, _), value in values.items() if name == task] for task in tasks}
                     )
-                    words[policy] = mean, format(mean * times, form)
-            columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = words
+                    means[policy] = mean, format(mean * factor, form)
+            columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = means
     first = columns[f"ruler score, {BUDGETS[-1]}"]
     last = columns[f"fidelity kl, {BUDGETS[-1]}"]
     yield "| policy | " + " | ".join(columns) + " |"
     yield "|---" * (1 + len(columns)) + "|"
     for policy in sorted(first, key=lambda name: (-first[name][0], last[name][0])):
-        yield f"| `{policy}` | " + " | ".join(words[policy][1] for words in columns.values()) + " |"
+        yield f"| `{policy}` | " + " | ".join(means[policy][1] for means in columns.values()) + " |"
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """The tables, in Markdown."""
+    """The lines of all tables, in Markdown."""
     from evictbench.store.frame import read_results
 
     samples = read_results(folder, text=False)
-    for suite, (column, times, form) in METRICS.items():
-        of_suite = samples[samples["suite"] == suite]
-        cells, seen = (common(read_cells(of_suite, name)) for name in (column, "occupancy_mean"))
+    for suite, (column, factor, form) in METRICS.items():
+        rows = samples[samples["suite"] == suite]
+        cells, seen = (common(read_cells(rows, name)) for name in (column, "occupancy_mean"))
         if not cells:
             continue
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
@@ -100,82 +100,85 @@ def lines(folder: Path) -> Iterator[str]:
         for budget in BUDGETS:
             yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
             yield ""
-            yield from table(cells, seen, budget, tasks, times, form)
+            yield from table(cells, seen, budget, tasks, factor, form)
             yield ""
 
 
 def read_cells(samples: pd.DataFrame, column: str) -> Cells:
-    """The values of each cell's documents."""
-    found: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
+    """A column's values by cell and document. samples: a frame of `read_results`."""
+    cells: dict[tuple[str, str], dict[tuple[str, int], float]] = {}
     names = zip(samples["policy"], samples["budget"], samples["task"], samples["doc_id"], samples[column], strict=True)
     for policy, budget, task, document, value in names:
         cell = str(policy), "" if budget is None or budget != budget else str(budget)
-        found.setdefault(cell, {})[str(task), int(document)] = float(value)
-    return found
+        cells.setdefault(cell, {})[str(task), int(document)] = float(value)
+    return cells
 
 
 def common(cells: Cells) -> Cells:
-    """The same, of documents alone that every cell has."""
+    """The cells with only the documents that all of them have."""
     shared = set.intersection(*(set(values) for values in cells.values())) if cells else set()
     return {cell: {key: values[key] for key in sorted(shared)} for cell, values in cells.items() if shared}
 
 
 def by_task(values: Documents) -> dict[str, list[float]]:
-    """The values of each task."""
-    found: dict[str, list[float]] = {}
+    """The values by task, ordered by document."""
+    tasks: dict[str, list[float]] = {}
     for (task, _), value in sorted(values.items()):
-        found.setdefault(task, []).append(value)
-    return found
+        tasks.setdefault(task, []).append(value)
+    return tasks
 
 
-def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], times: float, form: str) -> Iterator[str]:
-    """A row a policy: the entries that a decode query saw, its mean, each task's where there are several, and how far
-    it is from BASE."""
+def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], factor: float, form: str) -> Iterator[str]:
+    """The lines of one table, a row per policy: entries that a decode query saw, the mean, each task's mean where there
+    are several, and the difference from BASE.
+
+    cells: the values. seen: the entries. factor, form: see `METRICS`.
+    """
     from evictbench.stats.intervals import holm, mean_of_tasks, spread_interval
     from evictbench.stats.paired import difference
 
-    rows = {policy: values for (policy, at), values in cells.items() if at in ("", budget)}
-    entries = {policy: fmean(values.values()) for (policy, at), values in seen.items() if at in ("", budget)}
-    beside = {
-        policy: found
+    rows = {policy: values for (policy, own), values in cells.items() if own in ("", budget)}
+    entries = {policy: fmean(values.values()) for (policy, own), values in seen.items() if own in ("", budget)}
+    differences = {
+        policy: pair
         for policy, values in rows.items()
-        if policy != BASE and (found := difference(values, rows[BASE])) is not None
+        if policy != BASE and (pair := difference(values, rows[BASE])) is not None
     }
-    corrected = dict(zip(beside, holm([found.p_value() for found in beside.values()]), strict=True))
+    corrected = dict(zip(differences, holm([pair.p_value() for pair in differences.values()]), strict=True))
     names = tasks if len(tasks) > 1 else []
     heads = ["policy", "seen", "mean, 95%", *names, f"minus {BASE}, 95%", "p (Holm)"]
     yield "| " + " | ".join(heads) + " |"
     yield "|---" * len(heads) + "|"
     for policy, values in rows.items():
-        of_tasks = by_task(values)
-        if times == 1.0:
+        task_values = by_task(values)
+        if factor == 1.0:
             mean, interval = fmean(values.values()), spread_interval([*values.values()])
         else:
-            mean, interval = mean_of_tasks(of_tasks)
-        words = [f"`{policy}`", f"{entries[policy]:.0f}", _said(mean, interval, times, form)]
-        words += [format(fmean(of_tasks[task]) * times, form) for task in names]
-        if (found := beside.get(policy)) is not None:
-            span = None if found.low is None or found.high is None else (found.low, found.high)
-            words += [_said(found.value, span, times, "+" + form), f"{corrected[policy]:.2g}"]
+            mean, interval = mean_of_tasks(task_values)
+        texts = [f"`{policy}`", f"{entries[policy]:.0f}", _with_interval(mean, interval, factor, form)]
+        texts += [format(fmean(task_values[task]) * factor, form) for task in names]
+        if (pair := differences.get(policy)) is not None:
+            span = None if pair.low is None or pair.high is None else (pair.low, pair.high)
+            texts += [_with_interval(pair.value, span, factor, "+" + form), f"{corrected[policy]:.2g}"]
         else:
-            words += ["", ""]
-        yield "| " + " | ".join(words) + " |"
+            texts += ["", ""]
+        yield "| " + " | ".join(texts) + " |"
 
 
-def _said(value: float, interval: tuple[float, float] | None, times: float, form: str) -> str:
+def _with_interval(value: float, interval: tuple[float, float] | None, factor: float, form: str) -> str:
     if interval is None:
-        return format(value * times, form)
-    low, high = (format(end * times, form) for end in interval)
-    return f"{value * times:{form}} ({low} to {high})"
+        return format(value * factor, form)
+    low, high = (format(end * factor, form) for end in interval)
+    return f"{value * factor:{form}} ({low} to {high})"
 
 
 def draw(folder: Path) -> None:
-    """Budget against score, of RULER."""
-    from evictbench.plot.figures_of import drawings
-    from evictbench.plot.request import Request
+    """Write budget_score.png: RULER's score over the budget."""
+    from evictbench.plot.drawings import drawings
+    from evictbench.plot.request import PlotRequest
     from evictbench.store.select import Filters
 
-    request = Request(folder, filters=Filters(suite="ruler"), paired=True)
+    request = PlotRequest(folder, filters=Filters(suite="ruler"), paired=True)
     for drawing in drawings(request, ["budget"], lambda sentence: print(f"warning: {sentence}", file=sys.stderr)):
         drawing.figure().savefig(folder / "budget_score.png")
 

@@ -1,11 +1,17 @@
-"""Answers in a box: what asks for one, and how it is found again. For the suites whose answers are boxed."""
+"""Boxed answers: the instruction that asks for one, how it is found in a text, and how thinking models sample it."""
 
 from __future__ import annotations
 
 import re
 
+from evictbench.suite import Sampling
+
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
-"""What follows the problem, on a line of its own: as DeepSeek-R1's and Qwen's model cards ask for mathematics."""
+"""The line after the problem, as in DeepSeek-R1's and Qwen's model cards for mathematics."""
+
+THINKING = Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
+THINKING_SOURCE = "Qwen3's model card for thinking (temperature 0.6, top-p 0.95, top-k 20, min-p 0, 32,768 tokens)"
+"""How the default protocols of AIME and MATH-500 sample, and where that is from."""
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<brace>[{}])", re.DOTALL)
 
@@ -16,10 +22,10 @@ def prompt(problem: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} (or \fbox{...}) whose braces balance, stripped; None if there is none.
+    r"""The content of the last \boxed{...} or \fbox{...} whose braces balance, stripped; None if there is none.
 
-    A box that never closes is none, and neither is an empty one: it quotes the instruction. Of a box within a box
-    the inner one counts. Escaped braces (\{ and \}) are text. One pass, however often a model repeats itself.
+    A box that never closes does not count, nor does an empty one, which quotes the instruction. Of a box within a box
+    the inner one counts. Escaped braces (\{ and \}) are text. The time is linear in the text's length.
     """
     last: tuple[int, int] | None = None
     open_braces: list[int | None] = []  # where a box's content begins; None for any other brace

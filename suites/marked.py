@@ -1,4 +1,4 @@
-"""Answers after a marker: "So the answer is (B)." and its like, for suites whose worked examples end that way."""
+"""Answers after a marker ("So the answer is (B)."), for suites whose worked examples end that way."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _SENTENCE_END = re.compile(r"""\n|[.!?](?=[\s*_`"”'’)\]}]|$)""")
 
 
 def marked(text: str) -> Iterator[str]:
-    """What follows each "answer is" or "answer:", up to the end of its sentence or line (or to the next
-    marker); the last one first.
+    """The text after each "answer is" or "answer:", up to the end of its sentence or line, or to the next marker. The
+    last answer comes first.
 
-    A full stop ends the answer, and nothing else is taken from it.
+    The full stop that ends an answer is the only thing that is taken from it.
     """
     limit = len(text)
     for marker in reversed(list(_MARKER.finditer(text))):

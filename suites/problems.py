@@ -1,21 +1,25 @@
-"""Problems with one answer each, as the copies on the hub spell them. For suites of boxed answers."""
+"""Problems with one answer each, under the field names that the hub's copies use. For suites of boxed answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Dataset, Loaded, Record, Unavailable, load
+from evictbench.suite.datasets import Dataset, Loaded, Record, load
+from evictbench.suite.tasks import prepare_each, prepared_documents, task_names
 
 from .boxed import prompt
 
 PROBLEM = ("problem", "question", "Problem", "Question")
 ANSWER = ("answer", "Answer")
+"""Names that the fields have in one copy or another."""
 
 Document = dict[str, Any]
-Read = Callable[[str, str], Any]  # an answer as the file has it, and where it stands, to the document's gold
+
+ReadGold = Callable[[str, str], Any]
+"""Makes a document's gold answer from the answer in the file and the place where it stands, for sentences."""
 
 
 def prepare(
@@ -23,35 +27,23 @@ def prepare(
     *,
     suite: str,
     datasets: Mapping[str, Dataset],
-    default: Iterable[str],
-    gold: Read,
+    gold: ReadGold,
     versions: Mapping[str, str] | None = None,
 ) -> PreparedSuite:
-    """Make the tasks of `request` ready: documents of `index`, `input`, `answer`, in the order of their file.
+    """Make the tasks of `request` ready. Documents have `index`, `input` and `answer`, in the order of their file.
 
-    datasets: one per task. gold: checks an answer of the file and returns what the grader compares with.
-    versions: what else goes into the result's data. The documents go to lm-eval as the metadata `<suite>_problems`.
-    Raises UserError for a task that there is not, and for data that is broken, or not there when asked for by name.
+    datasets: one for each task of the suite. gold: checks an answer of the file and returns what the grader compares
+    with. versions: further entries of the result's data. The documents go to lm-eval as metadata `<suite>_problems`.
+    Raises UserError for an unknown task, for broken data, and for missing data of a task that the user named.
     """
-    names = tuple(dict.fromkeys(request.tasks or default))
-    for name in names:
-        if name not in datasets:
-            raise UserError(f"{suite} has no task {name!r}; there are {', '.join(datasets)}.")
-    problems: dict[str, list[Document]] = {}
-    skipped: dict[str, str] = {}
     data: dict[str, str] = {}
-    for name in names:
-        try:
-            loaded = load(datasets[name], request.data_dir)
-        except Unavailable as error:
-            if (request.tasks and request.named) or len(names) == 1:
-                raise
-            skipped[name] = str(error)
-            continue
-        problems[name] = _documents(loaded, str(request.data_dir / loaded.origin) if request.data_dir else "", gold)
+
+    def prepare_task(name: str) -> list[Document]:
+        loaded = load(datasets[name], request.data_dir)
         data[loaded.origin] = f"sha256:{loaded.sha256}"
-    if not problems:
-        raise UserError(f"No task of {suite} can run: {' '.join(skipped.values())}")
+        return _documents(loaded, str(request.data_dir / loaded.origin) if request.data_dir else "", gold)
+
+    problems, skipped = prepare_each(request, suite, task_names(request, suite, datasets, datasets), prepare_task)
     return PreparedSuite(
         tasks=tuple(problems),
         metadata={f"{suite}_problems": problems},
@@ -62,14 +54,13 @@ def prepare(
 
 def dataset(task: str, problems: Mapping[str, list[Document]] | None) -> dict[str, Any]:
     """lm-eval `custom_dataset` of a task, from what `prepare` put into the metadata."""
-    if not problems or task not in problems:
-        raise UserError(f"{task} was not prepared: hand the metadata of SUITE.prepare(...) to TaskManager.")
     from datasets import Dataset as Rows
 
-    return {"test": Rows.from_list(problems[task])}
+    return {split: Rows.from_list(documents) for split, documents in prepared_documents(task, problems).items()}
 
 
-def _documents(loaded: Loaded, path: str, gold: Read) -> list[Document]:
+def _documents(loaded: Loaded, path: str, gold: ReadGold) -> list[Document]:
+    """path: the file, "" for the hub's copy; for sentences."""
     documents = []
     for row, record in enumerate(loaded.records, start=1):
         where = f"{path or loaded.origin}: record {row}"
@@ -80,6 +71,7 @@ def _documents(loaded: Loaded, path: str, gold: Read) -> list[Document]:
 
 
 def _field(record: Record, spellings: tuple[str, ...], where: str) -> str:
+    """The text of the first field that is there. Raises UserError if none is."""
     for name in spellings:
         value = record.get(name)
         if value is not None and str(value).strip():

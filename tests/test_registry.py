@@ -1,8 +1,8 @@
 """Policies and suites by name, their settings, and policies from a file."""
 
 import pytest
+from fake_plugin_fixtures import environment, installed
 from fake_plugins import TOY, Hoard
-from fakes import environment, installed
 
 from evictbench import registry
 from evictbench.errors import UserError

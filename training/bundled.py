@@ -1,6 +1,7 @@
 """The trainings of the bundled weights, one after the other: `python -m training.bundled --texts FOLDER --work FOLDER`.
 
-Each is one `evictbench train` command, goes on where it was stopped, and ends in `policies/<policy>/weights/`.
+Each is one `evictbench train` command, which goes on where it was stopped; its files are copied to
+`policies/<policy>/weights/`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from evictbench.models import bundled
+
 POLICIES = Path(__file__).parent.parent / "policies"
 
-KEPT = ("weights.safetensors", "config.json", "README.md", "curves.jsonl", "curves.png")
+SHIPPED = ("weights.safetensors", "config.json", "README.md", "curves.jsonl", "curves.png")
 """The files of a training that are shipped."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """policy: as on the command line; texts: which of `training.texts`; package: whose weights folder it ends in;
-    folder: its name there, None for a training that only another begins with; options: of `evictbench train`, `{work}`
-    standing for the folder of all trainings; name: the folder of this one, if not the policy's."""
+    """One training.
+
+    policy: as on the command line. texts: the name of a set of `training.texts`. package: the policy's package, whose
+    folder `weights/` the files are copied to. folder: its name there; None for a training that only another starts
+    from. options: of `evictbench train`; `{work}` stands for the folder of all trainings. name: the folder of this one,
+    if not the policy's.
+    """
 
     policy: str
     texts: str
@@ -37,7 +44,7 @@ SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
 MLP = f"{SCORER} --steps 1000 --recipe hidden=64,recent="
 MLSTM = f"{SCORER} --steps 500 --recipe hidden=24,recent="
 READING, RETRIEVING = 0.75, 0.25
-"""The share of a small cache that is kept for what is recent: reading on needs most of it, retrieving little."""
+"""The share of a small cache that is kept for recent entries: reading on needs most of it, retrieving little."""
 GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-every 10"
 INDEXMEM = "--window 32 --steps 200 --lr 2e-3 --recipe beta=32,width=128,centroids=16 --save-every 10"
 RANKER = (
@@ -63,7 +70,7 @@ COMMON = "--no-pack --length 1024 --held-out 8 --dtype float32 --weights-dtype f
 
 
 def main() -> None:
-    """Train what is asked for, all by default."""
+    """Train the policy of --only, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--texts", type=Path, required=True, help="the folder that training.texts has written")
     parser.add_argument("--work", type=Path, required=True, help="a folder for checkpoints and features (5 GB)")
@@ -75,10 +82,10 @@ def main() -> None:
 
 
 def train(run: Run, texts: Path, work: Path) -> None:
-    """Train one and copy what is shipped."""
+    """Do one training, and copy the files that are shipped."""
     out = work / (run.name or run.policy.replace(":", "-"))
     command = [
-        *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", "smollm2"),
+        *(sys.executable, "-m", "evictbench", "train", "--policy", run.policy, "--model", bundled.NAME),
         *("--data", str(texts / f"{run.texts}.jsonl"), "--out", str(out), "--store", str(work / "features")),
         *shlex.split(f"{COMMON} {run.options}".replace("{work}", shlex.quote(str(work)))),
     ]
@@ -88,7 +95,7 @@ def train(run: Run, texts: Path, work: Path) -> None:
         return
     shipped = POLICIES / run.package / "weights" / run.folder
     shipped.mkdir(parents=True, exist_ok=True)
-    for name in KEPT:
+    for name in SHIPPED:
         shutil.copyfile(out / name, shipped / name)
 
 

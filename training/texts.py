@@ -12,10 +12,12 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from evictbench.train.data import solved_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +29,7 @@ SEED = 900_001
 
 @dataclass(frozen=True)
 class Counts:
-    """Blocks of GSM8K, of prose, and prompts of each RULER task (the haystack of those that need one is the essays)."""
+    """How many blocks of GSM8K and of prose, and how many prompts of each RULER task; the essays are their haystack."""
 
     solved: int
     prose: int
@@ -39,25 +41,24 @@ SETS = {
     "rankers": Counts(88, 12, {}),
     "gates": Counts(64, 20, {"niah_single_1": 44, "niah_multikey_2": 28, "niah_single_2": 10, "niah_multikey_1": 10}),
 }
-"""By what they train: KVpop's scorers; DistillCache's ranker, on the first half of each; DMS's gates and
-IndexMem++'s scorers. Each is a file of its own."""
+"""The sets of texts, each a file: for KVpop's scorers; for DistillCache's ranker, which uses the first half of each
+text; for DMS's gates and IndexMem++'s scorers."""
 
 QUESTIONS = 6
-"""Needles that are asked for after one haystack, at most."""
+"""The most needles that are asked for after one haystack."""
 
-CALCULATION = re.compile(r"<<[^>]*>>")
 _NEEDLE = re.compile(r"One of the special magic (\w+) for (.+?) is: (.+?)\.(?=\s|$)")
 
 
 def main() -> None:
     """Write the texts."""
-    from evictbench.models import load
+    from evictbench.models import bundled, load
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data-dir", type=Path, required=True, help="a folder with gsm8k/train.jsonl and ruler/essays")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    tokenizer = load.load_tokenizer(load.resolve("smollm2"))
+    tokenizer = load.load_tokenizer(load.resolve(bundled.NAME))
     essays = "\n".join(path.read_text() for path in sorted((arguments.data_dir / "ruler/essays").glob("*.txt")))
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, counts in SETS.items():
@@ -77,15 +78,17 @@ def solved(count: int, path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterat
     """Problems with their solutions, packed in random order, none twice."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(SEED).shuffle(records)
-    texts = iter(
-        f"Question: {record['question'].strip()}\nAnswer: {CALCULATION.sub('', record['answer']).strip()}\n\n"
-        for record in records
-    )
+    texts = iter(solved_problems(records))
     for _ in range(count):
         block = ""
         while len(tokenizer.encode(block)) < TOKENS:
             block += next(texts)
         yield {"kind": "solved", "text": block}
+
+
+def solved_problems(records: Iterable[Mapping[str, str]]) -> list[str]:
+    """Records of GSM8K as problems with their solutions, each ending in an empty line."""
+    return [f"{solved_problem(record['question'], record['answer'])}\n\n" for record in records]
 
 
 def prose(count: int, essays: str) -> Iterator[dict[str, str]]:
@@ -98,15 +101,15 @@ def prose(count: int, essays: str) -> Iterator[dict[str, str]]:
 def needles(
     counts: Mapping[str, int], haystack: Path, tokenizer: PreTrainedTokenizerBase, essays: str
 ) -> Iterator[dict[str, str]]:
-    """RULER needle prompts with other keys, their answers, and further questions about the other needles."""
+    """RULER needle prompts with other keys and their answers, followed by questions about the other needles."""
     from evictbench.evaluation.tasks import load_tasks
     from evictbench.registry import load_suite
     from evictbench.suite import SuiteRequest
     from evictbench.suites.ruler import wordlists
 
     rng = random.Random(SEED)
-    known = {word.lower() for word in wordlists.single()}
-    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", essays)) - known)
+    ruler_words = {word.lower() for word in wordlists.single()}
+    words = sorted(set(re.findall(r"\b[a-z]{4,9}\b", essays)) - ruler_words)
     suite = load_suite("ruler")
     for task, count in counts.items():
         room = TOKENS - (0 if "single" in task else 45 * (QUESTIONS - 1))
@@ -117,20 +120,23 @@ def needles(
             keys = {key for _, key, _ in _NEEDLE.findall(document["context"])}
             context, question, prefix = document["context"], document["input"], document["gen_prefix"]
             for key in sorted(keys):
-                other = f"{rng.choice(words)}-{rng.choice(words)}"
-                context, question, prefix = (text.replace(key, other) for text in (context, question, prefix))
-            yield {"kind": task, "text": _asked(context, question, prefix, rng, tokenizer)}
+                new_key = f"{rng.choice(words)}-{rng.choice(words)}"
+                context, question, prefix = (text.replace(key, new_key) for text in (context, question, prefix))
+            yield {"kind": task, "text": _conversation(context, question, prefix, rng, tokenizer)}
 
 
-def _asked(context: str, prompt: str, prefix: str, rng: random.Random, tokenizer: PreTrainedTokenizerBase) -> str:
-    found = _NEEDLE.findall(context)
-    rng.shuffle(found)
-    first_key = next(key for _, key, _ in found if key in prefix)
-    found.sort(key=lambda needle: needle[1] != first_key)
+def _conversation(
+    context: str, prompt: str, prefix: str, rng: random.Random, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """The prompt, and questions about further needles of its context, with all answers, in the chat template."""
+    needles = _NEEDLE.findall(context)
+    rng.shuffle(needles)
+    first_key = next(key for _, key, _ in needles if key in prefix)
+    needles.sort(key=lambda needle: needle[1] != first_key)
     messages: list[dict[str, Any]] = []
-    for number, (kinds, key, value) in enumerate(found[:QUESTIONS]):
-        asked = prompt if number == 0 else f"What is the special magic {kinds[:-1]} for {key} mentioned in the text?"
-        messages.append({"role": "user", "content": asked})
+    for number, (kinds, key, value) in enumerate(needles[:QUESTIONS]):
+        question = prompt if number == 0 else f"What is the special magic {kinds[:-1]} for {key} mentioned in the text?"
+        messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": f"{prefix.replace(first_key, key)} {value}."})
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 

@@ -1,8 +1,8 @@
-"""What a forward pass spends its time on: laps between the moments that the engine marks.
+"""The time that each part of a forward pass takes: laps between moments that the engine marks.
 
-A lap ends where it is marked, and belongs to the part that it is marked with; it began at the mark before it. A cache
-without a clock (`EvictionCache.clock`) marks nothing. On a GPU a mark is a CUDA event, and nothing waits for it until
-the times are read.
+A lap begins at one mark and ends at the next, which names the part that it belongs to. A cache has a `NullClock`, which
+marks nothing, until its attribute `clock` is set. On a GPU a mark is a CUDA event, and nothing waits for it until the
+times are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTENTION, SIGNALS, POLICY, REST = "attention", "signals", "policy", "rest"
 """Parts of a pass: attention itself, with what its own softmax shows a policy; what else a policy asked to see; keeping
 the cache, that is writing entries, scoring and evicting; all else, which is the model."""
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Clock:
         self._passes.append([(REST, self.home, self._now(self.home))])
 
     def lap(self, part: str, device: torch.device) -> None:
-        """What has gone on since the last mark was `part`, on this device."""
+        """Count the time since the last mark as time of `part` on this device."""
         self._passes[-1].append((part, device, self._now(device)))
 
     def stop(self) -> None:
@@ -61,23 +61,23 @@ class Clock:
         """Forget the last pass, which failed."""
         self._passes.pop()
 
-    def asked(self, look: Callable[..., Found], device: torch.device) -> Callable[..., Found]:
-        """`look`, with the time that it takes marked as a signal's wherever the policy calls it."""
+    def timed(self, signal: Callable[..., Result], device: torch.device) -> Callable[..., Result]:
+        """The function `signal`, with its time marked as a signal's whenever the policy calls it."""
 
-        def timed(*arguments: Any, **named: Any) -> Found:
+        def call(*arguments: Any, **named: Any) -> Result:
             self.lap(POLICY, device)
-            found = look(*arguments, **named)
+            result = signal(*arguments, **named)
             self.lap(SIGNALS, device)
-            return found
+            return result
 
-        return timed
+        return call
 
     def read(self) -> list[Times]:
         """The times of all passes since the last reading, after waiting once for what is still under way."""
         self.wait()
-        found = [self._times(marks) for marks in self._passes]
+        times = [self._times(marks) for marks in self._passes]
         self._passes = []
-        return found
+        return times
 
     def wait(self) -> None:
         """Wait until the device has done all that it was given."""
@@ -96,6 +96,20 @@ class Clock:
 
     def _between(self, began: Any, ended: Any) -> float:
         return float(ended - began) * 1000
+
+
+class NullClock(Clock):
+    """A clock that marks nothing: what a cache has while nobody measures it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def lap(self, part: str, device: torch.device) -> None:
+        """Nothing."""
+
+    def timed(self, signal: Callable[..., Result], device: torch.device) -> Callable[..., Result]:
+        """The function as it is."""
+        return signal
 
 
 class EventClock(Clock):

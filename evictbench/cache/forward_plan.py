@@ -1,53 +1,47 @@
-"""One forward pass through the cache, planned on the host before the first layer attends.
+"""One forward pass through a cache, planned on the host before the first layer attends.
 
-How many entries each row holds before and after is known without looking at a tensor, because a kept set has the
-same size in every layer and head. So nothing here waits for a GPU.
+How many entries each row holds before and after is known without looking at a tensor, because every kept set of a row
+has the same size. So nothing here waits for a GPU.
 """
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from evictbench.cache.rope import angles
+from evictbench.cache.rows import Sequence
 
-if TYPE_CHECKING:
-    from evictbench.cache.slots.cache import EvictionCache
-    from evictbench.cache.slots.eviction import Scored
-    from evictbench.cache.slots.placement import Placement
-    from evictbench.policy.step import Step
+Allowance = Callable[[Sequence, int], int]
+"""How many entries a query may see that is the n-th token of its row, itself included: (row, n) to a number."""
 
 
-@dataclass
-class Occupancy:
-    """Entries that the decode queries of one row saw, charged state included. largest: by any head; total: the sum
-    over steps, of the mean over heads where those differ."""
+def real_tokens(queries: int, rows: int, real: Tensor | None) -> tuple[list[int], Tensor | None]:
+    """How many new tokens of each row are not padding, and the mask `real` `[rows, queries]`; None where none is.
 
-    largest: int = 0
-    total: float = 0
-    steps: int = 0
-
-    def add(self, entries: int, mean: float | None = None) -> None:
-        """One decode query's count; mean: over heads, where it is not the same for all."""
-        self.largest = max(self.largest, entries)
-        self.total += entries if mean is None else mean
-        self.steps += 1
+    A single new token is always real.
+    """
+    counts = [queries] * rows
+    if real is not None and queries > 1:
+        counts = [int(count) for count in real.sum(-1).tolist()]
+    return counts, None if all(count == queries for count in counts) else real
 
 
 @dataclass
-class Pass:
+class ForwardPlan:
     """What a forward pass does to each row. Lists have one item a row.
 
-    counts: real new tokens; before, after: entries held before it and once its own are written; seen: tokens seen
-    after it; entries: what its own queries and the next may see, `queries + 1` each; targets: entries kept after
-    the cut, None where nothing is cut. dense: every query sees everything, whatever the budget. settles: one token a
-    row, and the policy's priorities are static, so that all layers are scored at its end, from their `views`. scored:
-    what layers are cut by at its end. carried: what the policy hands on from layer to layer.
+    queries: new tokens of a row, padding included. real: `[rows, queries]` bool, which of them are not padding; None:
+    all. counts: how many are not. before, after: entries held before the pass, and once its own are written. seen:
+    tokens seen after it. entries: how many entries each query may see and then the next query, `queries + 1` numbers a
+    row. targets: entries to keep at the end of the pass, None where nothing is evicted. dense: every query sees
+    everything, whatever the budget. ends_prompt: the prompt ends with this pass. decodes: it had ended before.
+    freed_slots: in some row a slot is free that the new token takes.
     """
 
     queries: int
@@ -60,60 +54,62 @@ class Pass:
     targets: list[int | None]
     dense: bool
     ends_prompt: bool
-    holes: bool
-    settles: bool = False
-    views: list[Step] = field(default_factory=list)
-    scored: list[Scored] = field(default_factory=list)
-    deadlines: dict[Placement, Tensor] = field(default_factory=dict)
-    carried: dict[str, Any] = field(default_factory=dict)
+    decodes: bool
+    freed_slots: bool
     _made: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     @classmethod
-    def plan(cls, cache: EvictionCache, queries: int, real: Tensor | None) -> Pass:
-        """Decide what the next pass does, from the cache's bookkeeping. A single new token is always real."""
-        rows = len(cache.seen)
-        counts = [queries] * rows
-        if real is not None and queries > 1:
-            counts = [int(count) for count in real.sum(-1).tolist()]
-        if all(count == queries for count in counts):
-            real = None
-        columns = cache.columns + queries
-        seen = [before + count for before, count in zip(cache.seen, counts, strict=True)]
-        ends_prompt = False
-        if not cache.prompt_done:
-            prompt_length = columns if cache.prompt_length is None else cache.prompt_length
-            ends_prompt = columns >= prompt_length
-            cache.prompts = [prompt_length - (columns - tokens) for tokens in seen]
-        after = [held + count for held, count in zip(cache.held, counts, strict=True)]
-        if cache.policy.share_of == "cache":
-            entries = [[cache.entries(row, held)] * (queries + 1) for row, held in enumerate(after)]
-        else:
-            entries = [
-                [cache.entries(row, first) for first in range(cache.seen[row] + count - queries + 1, seen[row] + 2)]
-                if cache.budget is not None and cache.budget.tokens is None
-                else [cache.entries(row, seen[row] + 1)] * (queries + 1)
-                for row, count in enumerate(counts)
-            ]
-        may_cut = cache.prompt_done or ends_prompt or not cache.dense
+    def make(
+        cls,
+        rows: abc.Sequence[Sequence],
+        queries: int,
+        counts: list[int],
+        real: Tensor | None,
+        *,
+        allowance: Allowance,
+        keep: Callable[[int], int | None],
+        changes: bool,
+        of_cache: bool,
+        dense: bool,
+        decodes: bool,
+        ends_prompt: bool,
+    ) -> ForwardPlan:
+        """Plan a pass. queries, counts, real: as of the class.
+
+        allowance: how many entries a query may see. changes: it depends on how many tokens have been seen. of_cache: it
+        is asked with the entries in the cache in place of the tokens seen. keep: how many entries to keep when one more
+        would exceed an allowance, None: evict nothing. dense: the prompt is held whole until its end.
+        """
+        seen = [row.seen + count for row, count in zip(rows, counts, strict=True)]
+        after = [row.held + count for row, count in zip(rows, counts, strict=True)]
+        entries: list[list[int]] = []
+        for row, count, tokens, held in zip(rows, counts, seen, after, strict=True):
+            if of_cache:
+                entries.append([allowance(row, held)] * (queries + 1))
+            elif changes:
+                first = row.seen + count - queries + 1
+                entries.append([allowance(row, token) for token in range(first, tokens + 2)])
+            else:
+                entries.append([allowance(row, tokens + 1)] * (queries + 1))
         targets: list[int | None] = []
-        for row, held in enumerate(after):
+        for held, allowed in zip(after, entries, strict=True):
             target = None
-            if may_cut and held + 1 > entries[row][-1]:
-                target = cache.policy.keep(entries[row][-1], "decode" if cache.prompt_done else "prompt")
+            if (decodes or ends_prompt or not dense) and held + 1 > allowed[-1]:
+                target = keep(allowed[-1])
             targets.append(target if target is not None and target < held else None)
         return cls(
             queries=queries,
             real=real,
             counts=counts,
-            before=list(cache.held),
+            before=[row.held for row in rows],
             after=after,
             seen=seen,
             entries=entries,
             targets=targets,
-            dense=cache.reads_dense,
+            dense=dense and not decodes,
             ends_prompt=ends_prompt,
-            holes=any(cache.holes),
-            settles=queries == 1 and cache.policy.static and cache.policy.shares == "head",
+            decodes=decodes,
+            freed_slots=any(row.freed_slot for row in rows),
         )
 
     @cached_property
@@ -133,7 +129,7 @@ class Pass:
 
     @cached_property
     def single(self) -> bool:
-        """One new token a row: decode, where a freed slot is written in place."""
+        """One new token a row."""
         return self.queries == 1
 
     @cached_property
@@ -153,6 +149,11 @@ class Pass:
             target is None or target == after - 1 for target, after in zip(self.targets, self.after, strict=True)
         )
 
+    @cached_property
+    def held(self) -> list[int]:
+        """Entries of each row after the cut."""
+        return [after if target is None else target for after, target in zip(self.after, self.targets, strict=True)]
+
     def groups(self) -> list[tuple[list[int] | None, int]]:
         """Rows that are cut to the same size, with that size; None stands for all rows."""
         by_target: dict[int, list[int]] = {}
@@ -161,10 +162,14 @@ class Pass:
                 by_target.setdefault(target, []).append(row)
         return [(None if len(rows) == self.rows else rows, target) for target, rows in by_target.items()]
 
+    def sink_shifts(self) -> list[int]:
+        """By how many positions the sinks of each row are nearer to its last query in the cache than in the text."""
+        return [max(0, seen - entries[0]) for seen, entries in zip(self.seen, self.entries, strict=True)]
+
     # Tensors that several layers need are made once per device.
 
     def once(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor made on first use and shared by the layers of a device."""
+        """A tensor that is made on first use and shared by the layers of a device."""
         if (name, device) not in self._made:
             self._made[name, device] = make()
         return self._made[name, device]
@@ -180,31 +185,40 @@ class Pass:
 
         return self.once("query_positions", device, make)
 
-    def turning_back(self, inv_freq: Tensor, dtype: torch.dtype, *behind: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[rows, 1, len(behind) · queries, rotary / 2]` that undo the rotation of the keys so many
-        positions before each query, one set of queries after the other; of position 0 where that is before the first.
+    def decode_positions(self, heads: int, device: torch.device) -> Tensor:
+        """The position of the one new token of each row, repeated for each of its KV heads: `[rows * heads]` int32."""
+
+        def make() -> Tensor:
+            return self.query_positions(device)[:, 0].repeat_interleave(heads)
+
+        return self.once("decode_positions", device, make)
+
+    def unrotate_angles(self, inv_freq: Tensor, dtype: torch.dtype, *distances: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines that undo the rotation of the keys which stand so many positions before each query.
+
+        `[rows, 1, len(distances) * queries, rotary_dim / 2]`, the queries of one distance behind those of the one
+        before; of position 0 where a distance leads before the first token.
         """
 
         def make() -> Tensor:
-            asking = self.query_positions(inv_freq.device)
-            positions = torch.cat([(asking - back).clamp(min=0) for back in behind], dim=1)
+            queries = self.query_positions(inv_freq.device)
+            positions = torch.cat([(queries - distance).clamp(min=0) for distance in distances], dim=1)
             return torch.stack(angles(-positions[:, None], inv_freq, dtype))
 
-        cos, sin = self.once(f"turning_back {behind}", inv_freq.device, make)
+        cos, sin = self.once(f"unrotate_angles {distances}", inv_freq.device, make)
         return cos, sin
 
     def budgets(self, device: torch.device) -> Tensor:
-        """`[rows, queries + 1]` int64: what each query may see, and the next one."""
+        """`[rows, queries + 1]` int64: how many entries each query may see, and then the next one."""
         return self.once("budgets", device, lambda: torch.tensor(self.entries, device=device))
 
     def following(self, device: torch.device) -> Tensor:
-        """`[rows, 1, 1]`: the position of the next query."""
+        """`[rows, 1, 1]` int64: the position of the next query."""
         return self.once("following", device, lambda: torch.tensor(self.seen, device=device)[:, None, None])
 
     def free_slots(self, device: torch.device) -> Tensor:
-        """`[rows, 1]`: the first slot behind what is held after the cut."""
-        held = [after if target is None else target for after, target in zip(self.after, self.targets, strict=True)]
-        return self.once("free_slots", device, lambda: torch.tensor(held, device=device)[:, None])
+        """`[rows, 1]` int64: the first slot behind what is held after the cut."""
+        return self.once("free_slots", device, lambda: torch.tensor(self.held, device=device)[:, None])
 
     def cut_rows(self, device: torch.device) -> Tensor:
         """`[rows, 1]` bool: which rows lose an entry."""
@@ -212,7 +226,7 @@ class Pass:
         return self.once("cut_rows", device, lambda: torch.tensor(cut, device=device)[:, None])
 
     def slots(self, device: torch.device) -> Tensor:
-        """`[rows, queries]`: where new entries go; padding goes behind what the row holds."""
+        """`[rows, queries]` int64: where new entries go. Padding goes behind what the row holds."""
 
         def make() -> Tensor:
             before = torch.tensor(self.before, device=device)[:, None]
@@ -224,19 +238,20 @@ class Pass:
 
         return self.once("slots", device, make)
 
-    def front(self, buffer: Tensor) -> Tensor:
-        """The rows and slots of a buffer that are in use; the buffer itself where that is all of it."""
+    def in_use(self, buffer: Tensor) -> Tensor:
+        """The rows and slots of a buffer that are in use; the buffer itself where all are."""
         if buffer.shape[0] == self.rows and buffer.shape[2] == self.used:
             return buffer
         return buffer[: self.rows, :, : self.used]
 
     def put(self, buffer: Tensor, value: Tensor | float, free: Tensor) -> None:
-        """Write a pass's new entries `[rows, kv_heads, queries, ...]`, or one number for all, into a buffer.
+        """Write the new entries into a buffer `[rows, heads, slots, ...]`.
 
-        free: the placement's `[rows, sets]` slots for a single new token.
+        value: `[rows, heads, queries, ...]`, or one number for all. free: `[rows, sets]` int64, the slot that a single
+        new token takes.
         """
         rows = self.rows
-        if self.level and not (self.single and self.holes):
+        if self.level and not (self.single and self.freed_slots):
             start = self.before[0]
             buffer[:rows, :, start : start + self.queries] = value
         elif self.single:

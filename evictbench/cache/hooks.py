@@ -1,83 +1,137 @@
-"""What attention never sees: a layer's input, what its attention is given, its queries before they are rotated.
+"""Activations that attention never sees: a layer's input, its attention's input, its queries before their rotation.
 
-Read by forward hooks, which are set only for what is asked for and always removed. Nothing is kept here: each tensor
-goes to the caller as the layer runs, on the device where the layer's own arithmetic has it.
+Forward hooks read them, and only those that are asked for are set. Nothing is kept here: each tensor goes to the caller
+while its layer runs, on the device where the layer's own arithmetic has it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from evictbench.errors import UserError
-from evictbench.policy.step import TAPS, Tap
+from evictbench.policy.step import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
-
-Take = Callable[[int, Tap, "Tensor"], "Tensor | None"]
-"""Gets (layer, name, tensor) once per layer and pass. The layer goes on with the tensor that it returns in place of
-the queries, and unchanged where it returns None; what it returns for the other two is not used."""
+OnActivation = Callable[[int, Activation, Tensor], Tensor | None]
+"""A function that gets (layer, name, tensor) once per layer and pass. The layer goes on with the tensor that it returns
+in place of the queries, and unchanged if it returns None. For the other activations its result is ignored."""
 
 
 @contextmanager
-def tapped(model: PreTrainedModel, names: Collection[Tap], take: Take) -> Iterator[None]:
-    """Hand `take` every named tensor of each forward pass made inside.
+def hooked(model: PreTrainedModel, names: Collection[Activation], on_activation: OnActivation) -> Iterator[None]:
+    """Call `on_activation` for the named activations of every forward pass inside the block.
 
-    A layer's input may still lie on the device of the layer before it. Under gradient checkpointing a tensor may be
-    handed over again when its layer is computed again. Raises UserError where the model has no such tensors.
+    Under gradient checkpointing an activation may come again when its layer is computed again. Errors as of
+    `register`.
     """
-    if unknown := set(names) - TAPS:
-        raise ValueError(f"no tap is called {', '.join(sorted(unknown))}")
-    handles: list[RemovableHandle] = []
+    handles = register(model, names, on_activation)
     try:
-        if names:
-            for index, (layer, attention) in enumerate(_layers(model)):
-                if "residual" in names:
-                    handles.append(_before(layer, index, "residual", take))
-                if "normed_hidden" in names:
-                    handles.append(_before(attention, index, "normed_hidden", take))
-                if "pre_rope_queries" in names:
-                    handles.append(_queries(model, attention, index, take))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        remove(handles)
+
+
+def register(
+    model: PreTrainedModel, names: Collection[Activation], on_activation: OnActivation, cache: object | None = None
+) -> list[RemovableHandle]:
+    """Set the hooks that call `on_activation` for the named activations of a model.
+
+    cache: only passes that are given this cache count; None: all passes. It is held by a weak reference. A layer's
+    input may still lie on the device of the layer before it. Raises UserError if the model has no such activations.
+    """
+    if unknown := set(names) - ACTIVATIONS:
+        raise ValueError(f"no activation is called {', '.join(sorted(unknown))}")
+    handles: list[RemovableHandle] = []
+    passes = _Passes(cache)
+    try:
+        for index, (layer, attention) in enumerate(_layers(model) if names else ()):
+            if "residual" in names:
+                handles.append(_before(layer, index, "residual", on_activation, passes))
+            if "normed_hidden" in names:
+                handles.append(_before(attention, index, "normed_hidden", on_activation, passes))
+            if "pre_rope_queries" in names:
+                handles.append(attention.register_forward_pre_hook(passes.enter, with_kwargs=True))
+                handles.append(_queries(model, attention, index, on_activation, passes))
+    except BaseException:
+        remove(handles)
+        raise
+    return handles
+
+
+def remove(handles: Collection[RemovableHandle]) -> None:
+    """Remove hooks."""
+    for handle in handles:
+        handle.remove()
+
+
+class _Passes:
+    """Tells the forward passes of one cache from all others: transformers gives every module the cache."""
+
+    def __init__(self, cache: object | None) -> None:
+        self._cache = None if cache is None else weakref.ref(cache)
+        self._inside = False
+
+    def counts(self, named: dict[str, Any]) -> bool:
+        """Whether a module's keyword arguments belong to a pass that counts."""
+        if self._cache is None:
+            return True
+        cache = self._cache()
+        return cache is not None and any(value is cache for value in named.values())
+
+    def enter(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A layer's attention begins; modules inside it do not get the cache."""
+        self._inside = self.counts(named)
+
+    def take_query(self) -> bool:
+        """Whether queries that are computed now belong to a pass that counts; each attention computes them once."""
+        inside, self._inside = self._inside, False
+        return inside or self._cache is None
 
 
 def _layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
     """The decoder layers in order, each with its attention."""
-    found: dict[int, tuple[nn.Module, nn.Module]] = {}
+    layers: dict[int, tuple[nn.Module, nn.Module]] = {}
     # Where they nearly always are; a walk through all modules takes longer than a small model's decode step can spare.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     for layer in getattr(decoder, "layers", None) or model.modules():
         attention: Any = getattr(layer, "self_attn", None)
         if (index := getattr(attention, "layer_idx", None)) is not None:
-            found[index] = layer, attention
-    layers = range(model.config.get_text_config(decoder=True).num_hidden_layers)
-    if sorted(found) != list(layers):
+            layers[index] = layer, attention
+    expected = range(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if sorted(layers) != list(expected):
         raise UserError(f"The layers of {type(model).__name__} are built in a way that hidden states cannot be read.")
-    return [found[index] for index in layers]
+    return [layers[index] for index in expected]
 
 
-def _before(module: nn.Module, index: int, name: Tap, take: Take) -> RemovableHandle:
+def _before(
+    module: nn.Module, index: int, name: Activation, on_activation: OnActivation, passes: _Passes
+) -> RemovableHandle:
     def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        take(index, name, arguments[0] if arguments else named["hidden_states"])
+        if passes.counts(named):
+            on_activation(index, name, arguments[0] if arguments else named["hidden_states"])
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _queries(model: PreTrainedModel, attention: nn.Module, index: int, take: Take) -> RemovableHandle:
-    """After the module whose output is rotated next: the query norm, the query projection, or the fused one."""
+def _queries(
+    model: PreTrainedModel, attention: nn.Module, index: int, on_activation: OnActivation, passes: _Passes
+) -> RemovableHandle:
+    """A hook on the module whose output is rotated next: the query norm, the query projection, or the fused one."""
     text = model.config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.num_attention_heads * head_dim
-    names = ("q_norm", "q_proj", "qkv_proj")
-    module = next((found for name in names if (found := getattr(attention, name, None)) is not None), None)
+    candidates = (getattr(attention, name, None) for name in ("q_norm", "q_proj", "qkv_proj"))
+    module = next((candidate for candidate in candidates if candidate is not None), None)
     if module is None:
         raise UserError(
             f"The attention of {type(model).__name__} is built in a way that its queries cannot be read before "
@@ -85,17 +139,15 @@ def _queries(model: PreTrainedModel, attention: nn.Module, index: int, take: Tak
         )
 
     def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        apart = output.dim() == 4
-        queries = output if apart else output[..., :width].unflatten(-1, (-1, head_dim))
-        changed = take(index, "pre_rope_queries", queries)
-        if changed is None or apart:
+        if not passes.take_query():
+            return None
+        by_head = output.dim() == 4
+        queries = output if by_head else output[..., :width].unflatten(-1, (-1, head_dim))
+        changed = on_activation(index, "pre_rope_queries", queries)
+        if changed is None or by_head:
             return changed
         flat = changed.flatten(-2)
-        if output.shape[-1] == width:
-            return flat
-        import torch
-
-        return torch.cat([flat, output[..., width:]], dim=-1)
+        return flat if output.shape[-1] == width else torch.cat([flat, output[..., width:]], dim=-1)
 
     handle: RemovableHandle = module.register_forward_hook(hook)
     return handle

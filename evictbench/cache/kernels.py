@@ -1,13 +1,15 @@
-"""Attention that keeps its probabilities: for policies that must see them, in tiles, never a matrix of the prompt's
-length squared. What needs no probabilities uses torch's own kernels instead."""
+"""Attention kernels that return their probabilities, for policies that read them.
+
+They work in tiles: no tensor has the size of the prompt squared. Attention whose probabilities nobody reads uses
+torch's own kernels instead.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Probabilities held at once: a tile stays in a core's cache on a CPU, and fills a GPU."""
+from evictbench.policy.tiles import TILE_ELEMENTS
 
 
 def attend_and_observe(
@@ -38,7 +40,7 @@ def attend_and_observe(
     query = (query * scaling).view(rows, kv_heads, group, queries, head_dim)
     output = torch.empty_like(query)
     mass = torch.zeros((rows, kv_heads, group, slots), dtype=wide, device=query.device) if observe else None
-    turned = None if sinks is None else (sinks[1] * scaling).view_as(query)
+    sink_query = None if sinks is None else (sinks[1] * scaling).view_as(query)
     tile = max(1, TILE_ELEMENTS.get(query.device.type, 2**22) // max(1, rows * heads * slots))
     for start in range(0, queries, tile):
         stop = min(queries, start + tile)
@@ -46,9 +48,9 @@ def attend_and_observe(
         size = group * (stop - start)
         part = query[:, :, :, start:stop].reshape(rows, kv_heads, size, head_dim)
         logits = part @ keys[:, :, :width].transpose(-1, -2)
-        if sinks is not None and turned is not None:
+        if sinks is not None and sink_query is not None:
             count = min(sinks[0], width)
-            other = turned[:, :, :, start:stop].reshape(rows, kv_heads, size, head_dim)
+            other = sink_query[:, :, :, start:stop].reshape(rows, kv_heads, size, head_dim)
             logits[..., :count] = other @ keys[:, :, :count].transpose(-1, -2)
         logits = logits.view(rows, kv_heads, group, stop - start, width)
         if bias is not None:
@@ -71,7 +73,7 @@ def attend_and_observe(
 def attend_one(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """The same for one query a row, as decode needs at every step: its softmax row is the mass.
+    """Attention of one query a row, as decode needs at every step, and its probabilities.
 
     query `[rows, heads, 1, head_dim]`; returns the output like it, and `[rows, kv_heads, group, slots]`.
     """

@@ -1,9 +1,11 @@
-"""Sinks seen at their in-cache distance: StreamingLLM's position shift, without re-rotating the cache.
+"""Rotary positions: rotating keys and queries by a number of positions, and sinks seen at their distance in the cache.
+
+`SinkShift` is StreamingLLM's position shift, without rotating the cache again.
 
 Every recent key keeps its true distance to the query; only the sinks move. For query q they sit at distance
 min(q, budget - 1) - j instead of q - j, a shift of max(0, q - budget + 1) for all sinks alike. Inside a chunk each
-query has its own shift, so the query is turned back for the sink columns; in decode there is one query, so the
-sinks' keys are turned forward once per step, for all layers of a device in one go.
+query has its own shift, so the query is rotated back for the sink columns. In decode there is one query, so the
+sinks' keys are rotated forward once per step, for all layers of a device at once.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 def rotate(states: Tensor, shift: Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn rotary keys or queries by `shift` positions, in float32, keeping their dtype.
+    """Rotate keys or queries by `shift` positions, in float32; the result has their dtype.
 
     states: `[..., head_dim]`, of which the first `2 · len(inv_freq)` are rotary, halves paired;
     shift: broadcastable to states without its last dimension.
     """
-    return turn(states, *angles(shift, inv_freq, states.dtype))
+    return rotate_by_angles(states, *angles(shift, inv_freq, states.dtype))
 
 
 def angles(shift: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of turning by `shift` positions, `[.., rotary / 2]`: float32, float64 for float64 states."""
+    """Cosines and sines of a rotation by `shift` positions, `[.., rotary_dim / 2]`, float32 or wider."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     angle = shift[..., None].to(wide) * inv_freq.to(wide)
     return angle.cos(), angle.sin()
 
 
-def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn rotary keys or queries `[.., head_dim]` by angles `[.., rotary / 2]`, keeping their dtype."""
+def rotate_by_angles(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate keys or queries `[.., head_dim]` by angles `[.., rotary_dim / 2]`; the result has their dtype."""
     half = cos.shape[-1]
     first, second = states[..., :half].to(cos.dtype), states[..., half : 2 * half].to(cos.dtype)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
-    return turned if 2 * half == states.shape[-1] else torch.cat([turned, states[..., 2 * half :]], dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(states.dtype)
+    return rotated if 2 * half == states.shape[-1] else torch.cat([rotated, states[..., 2 * half :]], dim=-1)
 
 
 def inverse_frequencies(model: PreTrainedModel, policy: str) -> Tensor:
@@ -79,7 +81,7 @@ def _check_convention(
 
 
 class SinkShift:
-    """The sinks' keys as they were cached, and their turning, for one cache.
+    """The sinks' keys of one cache, as they were cached, and rotated to where the next query sees them.
 
     held: per device `[layers, rows, kv_heads, sinks, head_dim]`; a row's part is captured when its shift first
     leaves zero, from slots 0..sinks-1, where sinks always lie.
@@ -91,7 +93,7 @@ class SinkShift:
         self._held: dict[torch.device, Tensor] = {}
         self._place: dict[int, tuple[torch.device, int]] = {}
         self._captured: list[bool] = []
-        self._turned: dict[torch.device, Tensor] = {}
+        self._rotated: dict[torch.device, Tensor] = {}
 
     def frequencies(self, device: torch.device) -> Tensor:
         """The inverse frequencies on a device."""
@@ -104,12 +106,12 @@ class SinkShift:
         return sum(held.untyped_storage().nbytes() for held in self._held.values())
 
     def begin(self, keys: Sequence[Tensor | None], shifts: list[int]) -> int:
-        """Before a decode step: capture what leaves zero shift, and turn all sinks of all layers.
+        """Before a decode step: capture what leaves zero shift, and rotate all sinks of all layers.
 
         keys: each layer's `[rows, kv_heads, slots, head_dim]`; shifts: one a row. Returns the bytes newly held.
         """
         if not any(shifts):
-            self._turned = {}
+            self._rotated = {}
             return 0
         rows = len(shifts)
         present = [tensor for tensor in keys if tensor is not None]
@@ -122,19 +124,19 @@ class SinkShift:
             self._captured[row] = shifts[row] > 0
         for device, held in self._held.items():
             shift = torch.tensor(shifts, device=device).view(1, rows, 1, 1)
-            self._turned[device] = rotate(held[:, :rows], shift, self.frequencies(device))
+            self._rotated[device] = rotate(held[:, :rows], shift, self.frequencies(device))
         return self.nbytes() - held_before
 
-    def turned(self, layer: int) -> Tensor | None:
+    def rotated(self, layer: int) -> Tensor | None:
         """This step's sink keys of a layer, `[rows, kv_heads, sinks, head_dim]`; None while no row has shifted."""
-        if not self._turned:
+        if not self._rotated:
             return None
         device, place = self._place[layer]
-        return self._turned[device][place]
+        return self._rotated[device][place]
 
     def end(self) -> None:
-        """After a step: let the turned keys go."""
-        self._turned = {}
+        """After a step: free the rotated keys."""
+        self._rotated = {}
 
     def restore(self, keys: Sequence[Tensor | None]) -> None:
         """Before a chunk: put the keys back as they were cached."""
@@ -144,7 +146,7 @@ class SinkShift:
                     if (buffer := keys[layer]) is not None:
                         buffer[row, :, : self.sinks] = self._held[device][place, row]
         self._captured = [False] * len(self._captured)
-        self._turned = {}
+        self._rotated = {}
 
     def move_row(self, source: int, target: int) -> None:
         """Row `source` takes the place of row `target`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evictbench.cache.slots.placement import EMPTY
-from evictbench.policy.deadlines import rank_by_score
+from evictbench.policy.expiry import rank_by_score
+from evictbench.policy.step import EMPTY
 
 
 def worst(score: Tensor, positions: Tensor, protected: Tensor | None) -> Tensor:

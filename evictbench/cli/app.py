@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a command needs it."""
+"""The `evictbench` command and its subcommands. Nothing heavy is imported before a subcommand needs it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from evictbench.cli.results import (
     report,
 )
 from evictbench.errors import RunFailed, UserError
+from evictbench.models import bundled, random_models
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
 SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
@@ -86,7 +87,7 @@ def run(
     tasks: options.Tasks = None,
     context: options.Context = None,
     limit: options.Limit = None,
-    model: options.Model = "smollm2",
+    model: options.Model = bundled.NAME,
     weights: options.Weights = None,
     question: options.Question = "default",
     prefill: options.Prefill = "native",
@@ -117,9 +118,9 @@ def run(
     """Run one model on one suite under one policy and budget; what is finished is not run again."""
     given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.cli.run import run_and_show
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
-    raise typer.Exit(run_and_show(Settings(**given), as_json, quiet))
+    raise typer.Exit(run_and_show(RunSettings(**given), as_json, quiet))
 
 
 @app.command(epilog=f"Example: {SWEEP_EXAMPLE}")
@@ -149,7 +150,7 @@ def sweep(
     tasks: options.Tasks = None,
     context: options.Context = None,
     limit: options.Limit = None,
-    model: options.Model = "smollm2",
+    model: options.Model = bundled.NAME,
     weights: options.Weights = None,
     question: options.Question = "default",
     prefill: options.Prefill = "native",
@@ -179,12 +180,12 @@ def sweep(
 ) -> None:
     """Run every policy at every budget on every suite, the full cache beside them; finished cells are not run again."""
     given = {name: value for name, value in locals().items() if name not in ("call", "file", "as_json")}
-    from evictbench.cli.sweep import How, sweep_and_show
+    from evictbench.cli.sweep import SweepOptions, sweep_and_show
 
-    how = How(**{field: given.pop(field) for field in How.__dataclass_fields__})
-    # What was not said is left to the file, and to the defaults behind it.
-    words = {name: value for name, value in given.items() if "COMMANDLINE" in str(call.get_parameter_source(name))}
-    raise typer.Exit(sweep_and_show(file, words, how, as_json))
+    sweep_options = SweepOptions(**{field: given.pop(field) for field in SweepOptions.__dataclass_fields__})
+    # Options that were not given are left to the file, then to the defaults.
+    typed = {name: value for name, value in given.items() if "COMMANDLINE" in str(call.get_parameter_source(name))}
+    raise typer.Exit(sweep_and_show(file, typed, sweep_options, as_json))
 
 
 @app.command(epilog=f"Example: {TRACE_EXAMPLE}")
@@ -201,10 +202,10 @@ def trace(
     model: Annotated[
         str,
         typer.Option(
-            help="smollm2 (bundled), a folder, a hub id, or random weights of a named shape: shape:qwen3-8b, -4b, "
-            "shape:llama-3.1-8b, shape:mistral-7b, shape:smollm2-135m."
+            help=f"{bundled.NAME} (bundled), a folder, a hub id, or random weights of a named shape: "
+            f"{', '.join(random_models.PREFIX + name for name in random_models.SHAPES)}."
         ),
-    ] = "smollm2",
+    ] = bundled.NAME,
     weights: Annotated[
         str | None, typer.Option(help="Weights of learned policies: kvpop=FOLDER,dms=FOLDER. A shape needs none.")
     ] = None,
@@ -230,9 +231,9 @@ def trace(
     """Measure time and memory of policies beside the full cache, step by step; finished cells are not run again."""
     given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.cli.trace import trace_and_show
-    from evictbench.trace.settings import Settings
+    from evictbench.trace.settings import TraceSettings
 
-    raise typer.Exit(trace_and_show(Settings(**given), as_json, quiet))
+    raise typer.Exit(trace_and_show(TraceSettings(**given), as_json, quiet))
 
 
 @app.command(epilog=f"Example: {TRAIN_EXAMPLE}")
@@ -243,7 +244,7 @@ def train(
         typer.Option(help="Texts: a file or folder (jsonl, json, parquet, txt), a hub dataset, or the policy's own."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for weights, log and checkpoints.")],
-    model: Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")] = "smollm2",
+    model: options.Model = bundled.NAME,
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000,
     budget: Annotated[str, typer.Option(help="Cache entries per KV head; of a comma list each batch draws one.")] = (
         "256"
@@ -283,9 +284,9 @@ def train(
     """Train a learned policy's weights; the same command again goes on where it was stopped."""
     given = {name: value for name, value in locals().items() if name not in ("as_json", "quiet", "debug")}
     from evictbench.cli.train import train_and_show
-    from evictbench.train.settings import Settings
+    from evictbench.train.settings import TrainSettings
 
-    raise typer.Exit(train_and_show(Settings(**given | {"data": tuple(data)}), as_json, quiet))
+    raise typer.Exit(train_and_show(TrainSettings(**given | {"data": tuple(data)}), as_json, quiet))
 
 
 app.command(epilog=f"Example: {PLOT_EXAMPLE}")(plot)
@@ -297,26 +298,28 @@ app.add_typer(listing, name="list")
 
 def main(arguments: list[str] | None = None) -> None:
     """The `evictbench` command: exit code 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
-    words = sys.argv[1:] if arguments is None else arguments
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=words, prog_name="evictbench", standalone_mode=False)
+        code = app(args=given, prog_name="evictbench", standalone_mode=False)
+    except KeyboardInterrupt:  # before the subcommand began; it handles a later one itself
+        code = 130
     except Exception as error:
-        if "--debug" in words:
+        if "--debug" in given:
             raise
-        code = _say(error)
+        code = _report(error)
     raise SystemExit(code or 0)
 
 
-def _say(error: Exception) -> int:
-    """Print an error as one line; the exit code that goes with it."""
+def _report(error: Exception) -> int:
+    """Print an error as one line. Returns its exit code."""
     if isinstance(error, UserError):
         text, code = str(error), 2
-    elif hasattr(error, "format_message"):  # the parser's own, whichever package it comes from
+    elif hasattr(error, "format_message"):  # an error of the parser, whichever package it comes from
         text, code = error.format_message(), 2
     else:
         text, code = str(error), 1
         if not isinstance(error, RunFailed):
             text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
-    if text:  # nothing to add where the parser has shown its help
+    if text:  # empty where the parser has shown its help
         typer.echo(f"error: {' '.join(text.split())}", err=True)
     return code

@@ -1,4 +1,4 @@
-"""What a run needs, and whether it is here: one line each, with what to do where something is not."""
+"""Checks of what a run needs on this machine, each with what to do where something is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Status = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. `remedy` is what to do; empty where all is well. "missing" stops runs, "warn" some."""
+    """The result of one check. status: "missing" stops all runs, "warn" some. remedy: what to do, "" if nothing."""
 
     name: str
     status: Status
@@ -29,7 +29,7 @@ class Check:
 
 
 def report() -> list[Check]:
-    """Look at everything; nothing is downloaded, nothing hangs, nothing raises."""
+    """Run all checks. None of them downloads anything, hangs or raises."""
     checks = [_python(), _torch(), *_devices(), *map(_package, ("transformers", "lm-eval", "wonderwords")), _bundled()]
     checks += [_hub(), _cache(), _results(), *_entries()]
     return checks
@@ -83,12 +83,12 @@ def _package(name: str) -> Check:
     allowed = str(wanted.specifier) if wanted else ""
     install = f"pip install '{name}{allowed}'"
     try:
-        found = version(name)
+        installed = version(name)
     except PackageNotFoundError:
         return Check(name, "missing", f"{name} is not installed.", install)
-    if wanted and not wanted.specifier.contains(found, prereleases=True):
-        return Check(name, "warn", f"{name} {found} is outside the supported versions, {allowed}.", install)
-    return Check(name, "ok", f"{name} {found}" + (f" (supported: {allowed})." if allowed else "."))
+    if wanted and not wanted.specifier.contains(installed, prereleases=True):
+        return Check(name, "warn", f"{name} {installed} is outside the supported versions, {allowed}.", install)
+    return Check(name, "ok", f"{name} {installed}" + (f" (supported: {allowed})." if allowed else "."))
 
 
 def _bundled() -> Check:
@@ -121,10 +121,10 @@ def _results() -> Check:
 
 
 def _writable(name: str, folder: Path, remedy: str) -> Check:
-    """Whether files can be made in a folder, or where it would be made."""
+    """Whether files can be written to a folder, or to the folder in which it would be made."""
     import shutil
 
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return Check(name, "missing", f"{folder} cannot be written.", remedy)
     free = shutil.disk_usage(existing).free
@@ -133,6 +133,7 @@ def _writable(name: str, folder: Path, remedy: str) -> Check:
 
 
 def _entries() -> Iterator[Check]:
+    """Whether every installed policy and suite loads."""
     for kind, group, load in (
         ("policies", registry.POLICIES, registry.load_policy),
         ("suites", registry.SUITES, registry.load_suite),

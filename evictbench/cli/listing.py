@@ -1,8 +1,8 @@
-"""What can be named on the command line, and what is in order on this machine: rows, and how they are shown."""
+"""What `evictbench list` and `evictbench doctor` show: rows of names or checks, printed as a table or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,105 +16,78 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 LISTED = 14
-"""Items of a list that a table shows whole; of a longer one it shows the first half of that."""
+"""The longest list that a table shows whole. Of a longer one it shows half as many items."""
 
 
 def policies() -> list[Row]:
     """Every policy: its name, what it is, its paper, its settings with their defaults, and what it declares."""
-    rows: list[Row] = []
-    for name in registry.names(registry.POLICIES):
-        try:
-            policy = registry.load_policy(name)
-            default = policy.Config()
-        except UserError as error:
-            rows.append({"name": name, "summary": str(error)})
-            continue
-        rows.append(
-            {
-                "name": name,
-                "summary": policy.summary,
-                "paper": policy.paper,
-                "settings": {field.name: getattr(default, field.name) for field in fields(default)},
-                "budget": policy.needs_budget,
-                "learned": policy.learned,
-                "prefill": policy.prefill,
-                "shares": policy.shares,
-                "signals": sorted(policy.signals),
-            }
-        )
-    return rows
+
+    def row(name: str) -> Row:
+        policy = registry.load_policy(name)
+        default = policy.Config()
+        return {
+            "name": name,
+            "summary": policy.summary,
+            "paper": policy.paper,
+            "settings": {field.name: getattr(default, field.name) for field in fields(default)},
+            "budget": policy.needs_budget,
+            "learned": policy.learned,
+            "prefill": policy.prefill,
+            "shares": getattr(policy, "granularity", "head"),
+            "signals": sorted(getattr(policy, "signals", ())),
+        }
+
+    return [_or_error(row, name) for name in registry.names(registry.POLICIES)]
 
 
 def suites() -> list[Row]:
     """Every suite: its name, what it is, its defaults and its tasks."""
-    rows: list[Row] = []
-    for name in registry.names(registry.SUITES):
-        try:
-            suite = registry.load_suite(name)
-        except UserError as error:
-            rows.append({"name": name, "summary": str(error)})
-            continue
-        rows.append(
-            {
-                "name": name,
-                "summary": suite.summary,
-                "question": suite.question,
-                "context": suite.default_context,
-                "limit": suite.default_limit,
-                "protocols": list(suite.protocols) or ["default"],
-                "tasks": list(suite.tasks),
-            }
-        )
-    return rows
+
+    def row(name: str) -> Row:
+        suite = registry.load_suite(name)
+        return {
+            "name": name,
+            "summary": suite.summary,
+            "question": suite.question,
+            "context": suite.default_context,
+            "limit": suite.default_limit,
+            "protocols": list(suite.all_protocols),
+            "tasks": list(suite.tasks),
+        }
+
+    return [_or_error(row, name) for name in registry.names(registry.SUITES)]
 
 
 def models() -> list[Row]:
-    """The models to start with."""
+    """Models to start with."""
     from evictbench.models.load import MODELS
 
     return [{field.name: getattr(model, field.name) for field in fields(model)} for model in MODELS]
 
 
 def published(policies: str | None, papers: str | None, suites: str | None, *, whole: bool) -> list[Row]:
-    """The numbers of papers, of those that these comma lists name; whole: every field, not only what a table shows."""
+    """The numbers of papers. policies, papers, suites: comma lists of those wanted; None for all. whole: with every
+    field, not only what a table shows."""
     from evictbench.store.published import read_published, select
 
-    found = select(
+    numbers = select(
         read_published(),
         registry.split_policies(policies) if policies else (),
         *([name.strip() for name in (names or "").split(",") if name.strip()] for names in (papers, suites)),
     )
-    return [asdict(entry) if whole else _in_short(entry) for entry in found]
-
-
-def _in_short(entry: Published) -> Row:
-    spread = "" if entry.spread is None else f" ± {entry.spread:g}"
-    context = f" at {entry.protocol['context']}" if "context" in entry.protocol else ""
-    return {
-        "paper": " ".join(filter(None, (entry.paper, entry.version))),
-        "source": entry.source,
-        "model": entry.model.rpartition("/")[2],
-        "policy": entry.policy,
-        "budget": entry.budget,
-        "task": f"{entry.suite}/{entry.task}{context}",
-        "metric": entry.metric,
-        "value": f"{entry.value:.10g}{spread}",
-        "full": None if entry.full is None else f"{entry.full:.10g}",
-        "unit": entry.unit,
-        "sure": f"{entry.confidence}, contradicted" if entry.contradiction else entry.confidence,
-    }
+    return [asdict(entry) if whole else _in_short(entry) for entry in numbers]
 
 
 def checks() -> list[Row]:
-    """What `evictbench doctor` finds."""
+    """The checks of `evictbench doctor`."""
     from evictbench.cli.doctor import report
 
     return [{name: getattr(check, name) for name in ("name", "status", "sentence", "remedy")} for check in report()]
 
 
 def show(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
-    """Print rows as a table, or as JSON; quiet: the names alone, one a line, or where rows have no name what they hold,
-    with tabs between."""
+    """Print rows as a table, or as JSON. quiet: one line for each row, with its name alone or, where rows have no name,
+    its values with tabs between."""
     from rich import box
     from rich.table import Table
 
@@ -134,7 +107,7 @@ def show(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
 
 
 def show_checks(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None:
-    """Print what the doctor found, one line each, with what to do below it; or as JSON; quiet: what is not in order."""
+    """Print the doctor's checks as JSON, or one a line with the remedy below. quiet: only what is not in order."""
     if as_json:
         return _print_json(rows)
     console = console_for(stderr=False)
@@ -148,6 +121,33 @@ def show_checks(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None
         )
         if row["remedy"]:
             console.print(f"{'':<{width + 11}}{_cell(row['remedy'])}", soft_wrap=True, highlight=False, style="dim")
+
+
+def _or_error(make: Callable[[str], Row], name: str) -> Row:
+    """The row of a name, or the sentence that says why it does not load."""
+    try:
+        return make(name)
+    except UserError as error:
+        return {"name": name, "summary": str(error)}
+
+
+def _in_short(entry: Published) -> Row:
+    """A published number as a table shows it."""
+    spread = "" if entry.spread is None else f" ± {entry.spread:g}"
+    context = f" at {entry.protocol['context']}" if "context" in entry.protocol else ""
+    return {
+        "paper": " ".join(filter(None, (entry.paper, entry.version))),
+        "source": entry.source,
+        "model": entry.model.rpartition("/")[2],
+        "policy": entry.policy,
+        "budget": entry.budget,
+        "task": f"{entry.suite}/{entry.task}{context}",
+        "metric": entry.metric,
+        "value": f"{entry.value:.10g}{spread}",
+        "full": None if entry.full is None else f"{entry.full:.10g}",
+        "unit": entry.unit,
+        "sure": f"{entry.confidence}, contradicted" if entry.contradiction else entry.confidence,
+    }
 
 
 def _print_json(rows: Sequence[Row]) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from evictbench.models import bundled
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and no table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and errors alone: no progress, no hints.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -14,7 +16,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Tasks = Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated. Default: the suite's set.")]
 Context = Annotated[int | None, typer.Option(help="Tokens per sample, answer included. Default: the suite's.")]
 Limit = Annotated[int | None, typer.Option(help="Samples per task. Default: the suite's.")]
-Model = Annotated[str, typer.Option(help="smollm2 (bundled), a local folder, or a hub id.")]
+Model = Annotated[str, typer.Option(help=f"{bundled.NAME} (bundled), a local folder, or a hub id.")]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
-from evictbench.plot.figures_of import drawings
-from evictbench.plot.request import OF_RUNS, OF_TRACES, PICTURES, Drawing, Request
-from evictbench.registry import unknown
-from evictbench.store.select import listed
+from evictbench.errors import UserError, unknown
+from evictbench.plot.drawings import drawings
+from evictbench.plot.request import OF_RUNS, OF_TRACES, PICTURES, Drawing, PlotRequest
+from evictbench.store.files import check_writable
+from evictbench.store.select import comma_list
 from evictbench.store.trace_files import is_trace
 from evictbench.terminal.console import console_for, say
 from evictbench.terminal.waiting import Waiting
@@ -23,28 +23,51 @@ if TYPE_CHECKING:
 
 
 RUNS = Path("results/runs")
-"""Where runs lie if nobody says otherwise."""
+"""The folder of runs unless another is named."""
+
+TEXTS = ("table", "csv", "latex", "markdown")
+"""Formats of numbers that are printed."""
+
+LATEX_SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "_": r"\_",
+    "%": r"\%",
+    "&": r"\&",
+    "#": r"\#",
+    "$": r"\$",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "‖": r"$\Vert$",
+    "÷": r"$\div$",
+    "·": r"$\cdot$",
+}
+"""Letters that LaTeX writes otherwise."""
 
 
-def plot_and_show(request: Request, as_json: bool = False, quiet: bool = False) -> int:
-    """Write the pictures or print the numbers, as JSON if need be; the exit code. quiet: not where pictures went."""
+def plot_and_show(request: PlotRequest, as_json: bool = False, quiet: bool = False) -> int:
+    """Write the pictures or print the numbers, and return the exit code.
+
+    as_json: print the numbers as JSON, and draw nothing. quiet: do not say where the pictures are.
+    """
     forms = _formats(request.format)
     names = _figures(request)
     texts = [form for form in forms if form in TEXTS]
     pictures = [] if as_json else [form for form in forms if form in PICTURES]
     if pictures:
-        _check_out(request.out)
+        check_writable(request.out, "Plots", "plots need")
     files: list[Path] = []
     with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
         waiting.begin(f"reading {request.folder}")
-        found = list(drawings(request, names, _warn))
-        for number, drawing in enumerate(found if pictures else (), start=1):
-            waiting.begin(f"drawing {drawing.name}, {number} of {len(found)}")
+        figures = list(drawings(request, names, _warn))
+        for number, drawing in enumerate(figures if pictures else (), start=1):
+            waiting.begin(f"drawing {drawing.name}, {number} of {len(figures)}")
             files += _write(drawing, pictures, request.out)
     printed = [
         drawing
-        for number, drawing in enumerate(found)
-        if not any(drawing.numbers.equals(earlier.numbers) for earlier in found[:number])
+        for number, drawing in enumerate(figures)
+        if not any(drawing.numbers.equals(earlier.numbers) for earlier in figures[:number])
     ]
     if as_json:
         print(json_of([(drawing.name, drawing.title, drawing.numbers) for drawing in printed]))
@@ -55,15 +78,46 @@ def plot_and_show(request: Request, as_json: bool = False, quiet: bool = False) 
                 print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
             print(as_text(drawing.numbers, form, drawing.title))
             print()
-    words = console_for(stderr=bool(texts), quiet=quiet)
+    console = console_for(stderr=bool(texts), quiet=quiet)
     for file in files:
-        say(words, f"written to {file}")
+        say(console, f"written to {file}")
     if files:
-        say(words, f"next: {shlex.join(_next(request))}")
+        say(console, f"next: {shlex.join(_next(request))}")
     return 0
 
 
-def _next(request: Request) -> list[str]:
+def as_text(frame: pd.DataFrame, form: str, title: str) -> str:
+    """The frame in one of `TEXTS`. CSV has every digit; the others have four that matter."""
+    frame = _without_empty(frame)
+    if form == "csv":
+        return str(frame.to_csv(index=False)).rstrip("\n")
+    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
+    names = [str(name) for name in frame]
+    numbers = [frame[name].dtype.kind in "fiu" for name in frame]
+    if form == "latex":
+        return _latex(names, rows, numbers, title)
+    if form == "markdown":
+        return _markdown(names, rows, numbers)
+    return _table(names, rows, numbers, title)
+
+
+def json_of(figures: Sequence[tuple[str, str, pd.DataFrame]]) -> str:
+    """A JSON list of figures, each with its name, its title and the rows of its frame, to 15 decimals or null."""
+    return json.dumps(
+        [
+            {
+                "name": name,
+                "title": title,
+                "rows": json.loads(_without_empty(frame).to_json(orient="records", double_precision=15)),
+            }
+            for name, title, frame in figures
+        ],
+        indent=2,
+        ensure_ascii=False,
+    )
+
+
+def _next(request: PlotRequest) -> list[str]:
     """The report of the same runs; of a trace, with the runs beside it, or its numbers where there are no runs."""
     if not is_trace(request.folder):
         return ["evictbench", "report", str(request.folder), *request.filters.options()]
@@ -94,18 +148,8 @@ def _write(drawing: Drawing, forms: Sequence[str], out: Path) -> list[Path]:
     return files
 
 
-def _check_out(out: Path) -> None:
-    import os
-
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; plots need a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"Plots cannot be written to {out}: no permission in {parent}.")
-
-
 def _formats(text: str) -> list[str]:
-    forms = listed(text)
+    forms = comma_list(text)
     for form in forms:
         if form not in (*PICTURES, *TEXTS):
             raise unknown("format", form, (*PICTURES, *TEXTS))
@@ -114,14 +158,14 @@ def _formats(text: str) -> list[str]:
     return forms
 
 
-def _figures(request: Request) -> list[str] | None:
+def _figures(request: PlotRequest) -> list[str] | None:
     """The figures asked for, checked; None: all that there is data for."""
     if not request.folder.is_dir():
         raise UserError(f"There is no folder {request.folder}.")
     known, others = (OF_TRACES, OF_RUNS) if is_trace(request.folder) else (OF_RUNS, OF_TRACES)
     if request.figures is None:
         return None
-    names = listed(request.figures)
+    names = comma_list(request.figures)
     for name in names:
         if name in others:
             kind = "runs" if name in OF_RUNS else "a trace"
@@ -131,42 +175,8 @@ def _figures(request: Request) -> list[str] | None:
     return names
 
 
-TEXTS = ("table", "csv", "latex", "markdown")
-
-
-def as_text(frame: pd.DataFrame, form: str, title: str) -> str:
-    """The frame in one of `TEXTS`. CSV has every digit; the others have four that matter."""
-    frame = _without_empty(frame)
-    if form == "csv":
-        return str(frame.to_csv(index=False)).rstrip("\n")
-    rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
-    names = [str(name) for name in frame]
-    numbers = [frame[name].dtype.kind in "fiu" for name in frame]
-    if form == "latex":
-        return _latex(names, rows, numbers, title)
-    if form == "markdown":
-        return _markdown(names, rows, numbers)
-    return _table(names, rows, numbers, title)
-
-
-def json_of(figures: Sequence[tuple[str, str, pd.DataFrame]]) -> str:
-    """Figures of a name, a title, a frame: a list with the rows of each, to 15 decimals, or null."""
-    return json.dumps(
-        [
-            {
-                "name": name,
-                "title": title,
-                "rows": json.loads(_without_empty(frame).to_json(orient="records", double_precision=15)),
-            }
-            for name, title, frame in figures
-        ],
-        indent=2,
-        ensure_ascii=False,
-    )
-
-
 def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
-    """Without a column of panels where there is one panel alone, and without columns of nothing."""
+    """The frame without empty columns, and without the column of panels if there is only one."""
     empty = [name for name in frame if frame[name].isna().all() or (name == "panel" and (frame[name] == "").all())]
     return frame.drop(columns=empty)
 
@@ -203,16 +213,11 @@ def _markdown(names: list[str], rows: list[list[str]], numbers: list[bool]) -> s
     return "\n".join([line(names), line(["---:" if number else "---" for number in numbers]), *map(line, rows)])
 
 
-SPECIAL = {"\\": r"\textbackslash{}", "_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "{": r"\{"}
-SPECIAL |= {"}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "‖": r"$\Vert$", "÷": r"$\div$"}
-SPECIAL |= {"·": r"$\cdot$"}
-
-
 def _latex(names: list[str], rows: list[list[str]], numbers: list[bool], title: str) -> str:
     """A tabular in the manner of booktabs."""
 
     def plain(text: str) -> str:
-        return "".join(SPECIAL.get(letter, letter) for letter in text)
+        return "".join(LATEX_SPECIAL.get(letter, letter) for letter in text)
 
     def line(cells: list[str]) -> str:
         return " & ".join(map(plain, cells)) + r" \\"

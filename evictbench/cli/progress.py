@@ -1,4 +1,4 @@
-"""What is waited for, and how far a run is: a live line on a terminal, plain lines now and then in a file or a pipe."""
+"""The progress of a run: a live line on a terminal, a plain line now and then in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.store.summary import tokens_per_second
-from evictbench.terminal.console import loud
-from evictbench.terminal.waiting import EVERY, Waiting, _plain, duration
+from evictbench.terminal.console import warn
+from evictbench.terminal.waiting import EVERY, Waiting, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evictbench.evaluation.plan import Plan
+    from evictbench.evaluation.plan import RunPlan
 
 
 LOOKING = "looking up policies, suites and the model"
-"""What every command begins with; a policy that brings a network takes seconds to import."""
+"""The first phase of every command; a policy with a network takes seconds to import."""
 
 
 class ProgressLine:
-    """Watches a run (`evictbench.evaluation.run.Watcher`) and writes to `console`: samples done, the running score,
-    decode tokens per second, the time left. `describe` is called once, when all is checked. Use as a context
-    manager."""
+    """Follows a run (`evictbench.evaluation.run.Watcher`) and writes to `console`: samples done, the score so far,
+    decode tokens per second, the time left. Use as a context manager.
+
+    describe: called once, when everything is checked, with the plan and the number of finished samples.
+    clock: returns seconds.
+    """
 
     def __init__(
         self,
         console: Console,
-        describe: Callable[[Plan, int], None],
+        describe: Callable[[RunPlan, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console = console
@@ -52,17 +55,17 @@ class ProgressLine:
             self.console.print(self.text(), highlight=False)
 
     def phase(self, text: str) -> None:
-        """Say what is going on before the first sample."""
+        """Show a step before the first sample."""
         self.waiting.begin(text)
 
-    def planned(self, plan: Plan, finished: int) -> None:
-        """Hand over to `describe`, with the live line out of its way."""
+    def planned(self, plan: RunPlan, finished: int) -> None:
+        """Remove the live line and call `describe`."""
         self.waiting.end()
         self.describe(plan, finished)
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the line."""
-        loud(self.console).print(f"[yellow]warning:[/] {_plain(sentence)}", highlight=False, soft_wrap=True)
+        warn(self.console, sentence)
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
         """Begin to count."""

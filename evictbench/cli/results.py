@@ -1,4 +1,4 @@
-"""The commands that look at what is there: plot, report, gate, list, doctor. None of them imports torch."""
+"""The commands that read results or look at this machine: plot, report, gate, list, doctor. None imports torch."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def plot(
     """Draw results and traces, or print the numbers that the pictures show."""
     given = _given(locals())
     from evictbench.cli.plot import plot_and_show
-    from evictbench.plot.request import Request
+    from evictbench.plot.request import PlotRequest
 
     given["format"] = given.pop("form")
-    raise typer.Exit(plot_and_show(Request(**given), as_json, quiet))
+    raise typer.Exit(plot_and_show(PlotRequest(**given), as_json, quiet))
 
 
 def report(
@@ -94,10 +94,10 @@ def report(
     """Write results into one HTML file that opens from the disk: leaderboard, plots, samples, protocols, warnings."""
     given = _given(locals())
     from evictbench.report.build import report_and_show
-    from evictbench.report.request import Request
+    from evictbench.report.request import ReportRequest
 
     given["traces"] = tuple(given.pop("trace") or ())
-    raise typer.Exit(report_and_show(Request(**given), quiet))
+    raise typer.Exit(report_and_show(ReportRequest(**given), quiet))
 
 
 def gate(
@@ -147,15 +147,15 @@ def gate(
     the runs cannot be used for it."""
     given = _given(locals())
     from evictbench.cli.gate import gate_and_show
-    from evictbench.gate.finding import Request
+    from evictbench.gate.finding import GateRequest
 
     given["traces"] = tuple(given.pop("trace") or ())
     given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
-    raise typer.Exit(gate_and_show(Request(**given), as_json, quiet))
+    raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet))
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a command, those that choose samples as its `filters`, without those that only it is asked."""
+    """A command's options as its request takes them: those that choose samples as `filters`, none about output."""
     from evictbench.store.select import Filters
 
     given = {name: value for name, value in options.items() if name not in ("as_json", "quiet", "debug")}

@@ -1,4 +1,4 @@
-"""`evictbench run`: watch a run, show its table, say where it is and what to type next."""
+"""`evictbench run`: show a run's progress and its tables, where its results are, and what to type next."""
 
 from __future__ import annotations
 
@@ -6,120 +6,28 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
 from evictbench.cli.progress import LOOKING, ProgressLine
 from evictbench.errors import UserError
-from evictbench.evaluation import tasks
-from evictbench.evaluation.protocol import in_words
+from evictbench.evaluation import protocol, tasks
+from evictbench.evaluation.plan import RunPlan
 from evictbench.evaluation.run import run
+from evictbench.evaluation.settings import RunSettings
 from evictbench.gate.tolerances import TOLERANCE
+from evictbench.policy.budget import LEAST_FROM_SHARE
 from evictbench.stats import power
-from evictbench.terminal.console import command, console_for, describe, quieten, say
-from evictbench.terminal.units import human_bytes
+from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
+from evictbench.terminal.units import human_bytes, percent, percent_interval
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from evictbench.evaluation.plan import Plan
-    from evictbench.evaluation.settings import Settings
-
-
-def run_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
-    """Run a cell on the terminal; the exit code. Results go to stdout, progress and warnings to stderr; quiet: neither
-    progress nor hints."""
-    quieten()
-    report = console_for(stderr=as_json, quiet=quiet and as_json)
-    words = console_for(stderr=as_json, quiet=quiet)
-
-    def planned(plan: Plan, finished: int) -> None:
-        describe(words, "run", [(heading, (text,)) for heading, text in describe_plan(plan, finished)])
-
-    try:
-        with ProgressLine(console_for(stderr=True, quiet=quiet), planned) as progress:
-            progress.phase(LOOKING)
-            outcome = run(settings, progress)
-    except KeyboardInterrupt:
-        print("Stopped before the first sample.", file=sys.stderr)
-        return 130
-    summary = outcome.summary
-    if summary["tasks"]:
-        report.print(*result_tables(summary, report))
-        say(words, LEGEND)
-    if as_json:
-        print(json.dumps(summary, indent=2, ensure_ascii=False))
-    say(words, f"written to {outcome.plan.folder}")
-    if outcome.interrupted:
-        kept = summary["mean"]["samples"] if summary["mean"] else 0
-        print(f"Stopped; {kept} finished samples are kept. To go on: {command()}", file=sys.stderr)
-        return 130
-    say(words, f"next: {_next(outcome.plan)}")
-    return 0
-
-
-def _next(plan: Plan) -> str:
-    """The command that puts this row beside its yardstick, or the way to rows to put beside the yardstick."""
-    if plan.checked.budget is None:
-        return "evictbench list policies, then the same command with --policy NAME --budget 25%"
-    for name in registry.names(registry.POLICIES):
-        with suppress(UserError):  # a policy that does not load is no yardstick
-            if not registry.load_policy(name).needs_budget:
-                return plan.settings.command(policy=name, budget=None, weights=None)
-    return "evictbench list policies"
-
-
-def describe_plan(plan: Plan, finished: int) -> list[tuple[str, str]]:
-    """What is about to run, defaults spelled out: pairs of a heading and its text."""
-    settings, checked, protocol = plan.settings, plan.checked, plan.checked.protocol
-    policy = ", ".join(f"{name}={value}" for name, value in checked.chosen.settings.items())
-    mode: str = settings.prefill
-    if mode == "native":
-        mode = f"native ({plan.policy.prefill})" if checked.budget is not None else "native (nothing is cut)"
-    lengths = [len(planned.prompt.ids) for planned in plan.prompts]
-    answers = sorted({planned.max_new_tokens for planned in plan.prompts})
-    context = "" if checked.context is None else f" in {checked.context} tokens"
-    drawn = in_words(protocol.sampling)
-    times = f", {protocol.repeats} per document" if protocol.repeats > 1 else ""
-    source = f" ({protocol.preset.source})" if protocol.preset.source else ""
-    rows = [
-        ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
-        ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
-        ("weights", "" if plan.weights is None else str(plan.weights)),
-        ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
-        ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
-        ("protocol", f"{protocol.name}{source}"),
-        ("differs", "; ".join(f"{name} {_said(used)}, not {_said(own)}" for name, (used, own) in plan.differs.items())),
-        ("prompts", f"{_span(lengths)} tokens, {_wrapping(plan)}"),
-        (
-            "question",
-            f"{protocol.question} while the context is compressed" if checked.budget else "seen whole",
-        ),
-        ("prefill", f"{mode}, chunks of {settings.chunk} tokens"),
-        (
-            "answers",
-            f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {drawn}{times}",
-        ),
-    ]
-    rows += [("finds", _found(plan))]
-    rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
-    rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
-    rows += [("folder", str(plan.folder))]
-    if finished:
-        rows.append(("finished", f"{finished} of {len(plan.prompts)} samples are there from before"))
-    return [(heading, text) for heading, text in rows if text]
-
-
-def _found(plan: Plan) -> str:
-    if plan.checked.suite.generator is not None:  # its scores are no answers, right or wrong
-        return ""
-    return power.in_words(list(plan.documents.values()), plan.checked.protocol.repeats, TOLERANCE)
-
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
-"""A heading, and what is shown below it of a row of the summary."""
+"""A table's column: its heading, and the text for a row of the summary."""
 
 SCORES: tuple[Column, ...] = (
     ("n", lambda row: _count(row)),
@@ -137,13 +45,118 @@ COSTS: tuple[Column, ...] = (
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
 
+LEGEND = (
+    "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
+    "cut off: answers stopped by the token limit or inside their thought; in a loop: answers that end in one; "
+    "tok/s: all rows together."
+)
+
 MOST_METRICS = 3
-"""Metrics beside the score that are shown, the first of each task's; the summary file has all."""
+"""How many metrics beside the score are shown, the first of each task; the summary file has all."""
+
+
+def run_and_show(settings: RunSettings, as_json: bool, quiet: bool = False) -> int:
+    """Run a model on a suite on the terminal. Returns the exit code.
+
+    Results go to stdout, progress and warnings to stderr. quiet: neither progress nor hints.
+    """
+    silence_libraries()
+    report, hints = output_consoles(as_json, quiet)
+
+    def planned(plan: RunPlan, finished: int) -> None:
+        describe(hints, "run", [(heading, (text,)) for heading, text in describe_plan(plan, finished)])
+
+    try:
+        with ProgressLine(console_for(stderr=True, quiet=quiet), planned) as progress:
+            progress.phase(LOOKING)
+            outcome = run(settings, progress)
+    except KeyboardInterrupt:
+        print("Stopped before the first sample.", file=sys.stderr)
+        return 130
+    summary = outcome.summary
+    if summary["tasks"]:
+        report.print(*result_tables(summary, report))
+        say(hints, LEGEND)
+    if as_json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False))
+    say(hints, f"written to {outcome.plan.folder}")
+    if outcome.interrupted:
+        kept = summary["mean"]["samples"] if summary["mean"] else 0
+        print(f"Stopped; {kept} finished samples are kept. To go on: {command()}", file=sys.stderr)
+        return 130
+    say(hints, f"next: {_next(outcome.plan)}")
+    return 0
+
+
+def _next(plan: RunPlan) -> str:
+    """The command to type next: the full cache's run to compare this one with, or after that, the other policies'."""
+    if plan.checked.budget is None:
+        return "evictbench list policies, then the same command with --policy NAME --budget 25%"
+    try:
+        reference = registry.reference_policy().name
+    except UserError:
+        return "evictbench list policies"
+    return plan.settings.command(policy=reference, budget=None, weights=None)
+
+
+def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
+    """What is about to run, defaults spelled out: pairs of a heading and its text. finished: samples there already."""
+    settings, checked, chosen = plan.settings, plan.checked, plan.checked.protocol
+    policy = ", ".join(f"{name}={value}" for name, value in checked.chosen.settings.items())
+    mode: str = settings.prefill
+    if mode == "native":
+        own = plan.policy.prefill_mode(settings.prefill) if checked.budget is not None else "nothing is cut"
+        mode = f"native ({own})"
+    lengths = [len(planned.prompt.ids) for planned in plan.prompts]
+    answers = sorted({planned.max_new_tokens for planned in plan.prompts})
+    context = "" if checked.context is None else f" in {checked.context} tokens"
+    sampling = protocol.in_words(chosen.sampling)
+    times = f", {chosen.repeats} per document" if chosen.repeats > 1 else ""
+    source = f" ({chosen.preset.source})" if chosen.preset.source else ""
+    rows = [
+        ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
+        ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
+        ("weights", "" if plan.weights is None else str(plan.weights)),
+        ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
+        ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
+        ("protocol", f"{chosen.name}{source}"),
+        (
+            "differs",
+            "; ".join(f"{name} {_value(used)}, not {_value(own)}" for name, (used, own) in plan.differs.items()),
+        ),
+        ("prompts", f"{_span(lengths)} tokens, {_wrapping(plan)}"),
+        (
+            "question",
+            f"{chosen.question} while the context is compressed" if checked.budget else "seen whole",
+        ),
+        ("prefill", f"{mode}, chunks of {settings.chunk} tokens"),
+        (
+            "answers",
+            f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {sampling}{times}",
+        ),
+    ]
+    rows += [("finds", _detectable(plan))]
+    rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
+    rows += [("skipped", f"{name}: {reason}") for name, reason in plan.prepared.skipped.items()]
+    rows += [("folder", str(plan.folder))]
+    if finished:
+        rows.append(("finished", f"{finished} of {len(plan.prompts)} samples are there from before"))
+    return [(heading, text) for heading, text in rows if text]
+
+
+def _detectable(plan: RunPlan) -> str:
+    """The smallest drop in score that this many samples can show, in words."""
+    if plan.checked.suite.generator is not None:  # its scores are not those of right and wrong answers
+        return ""
+    return power.in_words(list(plan.documents.values()), plan.checked.protocol.repeats, TOLERANCE)
 
 
 def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
-    """Scores and costs, one row per task and, where there are several, one for their mean: one table, or two below
-    each other where the console is too narrow for one; and one more where all tasks have metrics beside the score."""
+    """Tables of scores and costs, with a row for each task and, if there are several, one for their mean.
+
+    Scores and costs are one table where the console is wide enough, else two. Another follows if all tasks have metrics
+    beside the score.
+    """
     scores = [*_score_columns(summary["mean"]), *SCORES]
     whole = _table(summary, [*scores, *COSTS])
     if console.measure(whole, options=console.options.update(width=1000)).maximum <= console.width:
@@ -157,27 +170,27 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
 
 
 def _score_columns(mean: Mapping[str, Any]) -> list[Column]:
-    """The score and its interval; with several repeats, what their best and their majority come to as well."""
+    """The score and its interval; with several repeats, also pass@k and maj@k."""
     several = mean["repeats"] > 1 or mean["k"] is not None
     columns: list[Column] = [
-        (f"score\navg@{mean['repeats']}" if several else "score", lambda row: _percent(row["score"])),
-        ("95%\ninterval", lambda row: _interval(row["interval"])),
+        (f"score\navg@{mean['repeats']}" if several else "score", lambda row: percent(row["score"])),
+        ("95%\ninterval", lambda row: percent_interval(row["interval"])),
     ]
     if not several:
         return columns
     k = "k" if mean["k"] is None else mean["k"]
-    columns.append((f"\npass@{k}", lambda row: _percent(row["pass_at_k"])))
+    columns.append((f"\npass@{k}", lambda row: percent(row["pass_at_k"])))
     if mean["maj_at_k"] is not None:
-        columns.append((f"\nmaj@{k}", lambda row: _percent(row["maj_at_k"])))
+        columns.append((f"\nmaj@{k}", lambda row: percent(row["maj_at_k"])))
     return columns
 
 
 def _metric_column(name: str) -> Column:
     def cell(row: Mapping[str, Any]) -> str:
-        found = row["metrics"][name]
-        low_high = found["interval"]
+        metric = row["metrics"][name]
+        low_high = metric["interval"]
         interval = "" if low_high is None else f" ({low_high[0]:.3g} to {low_high[1]:.3g})"
-        return f"{found['mean']:.4g}{interval}"
+        return f"{metric['mean']:.4g}{interval}"
 
     return name, cell
 
@@ -198,21 +211,6 @@ def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     return table
 
 
-LEGEND = (
-    "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
-    "cut off: answers stopped by the token limit or inside their thought; in a loop: answers that end in one; "
-    "tok/s: all rows together."
-)
-
-
-def _interval(interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}"
-
-
 def _count(row: Mapping[str, Any]) -> str:
     """ "100" documents, "30 x 16" with repeats, "7/20" answers as long as some are missing."""
     if row["samples"] != row["asked"]:
@@ -223,7 +221,7 @@ def _count(row: Mapping[str, Any]) -> str:
     return f"{row['documents']} x {row['repeats']}" if even else str(row["samples"])
 
 
-def _wrapping(plan: Plan) -> str:
+def _wrapping(plan: RunPlan) -> str:
     """ "chat template (thinking) except trec, lcc", or "plain text"."""
     plain = [name for name, task in plan.tasks.items() if not tasks.uses_chat(task)]
     if not plan.chat or len(plain) == len(plan.tasks):
@@ -232,14 +230,14 @@ def _wrapping(plan: Plan) -> str:
     return f"chat template{thinking}{' except ' if plain else ''}{', '.join(plain)}"
 
 
-def _said(value: object) -> str:
+def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _short_hash(text: str) -> str:
-    """Hashes cut to twelve digits; the result holds them whole."""
+    """A text with its hashes cut to twelve digits."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", text)
 
 
@@ -250,8 +248,8 @@ def _short(number: float | None) -> str:
 
 
 def _budget(text: str) -> str:
-    what = "of the text, at least 32 entries" if text.endswith("%") else "entries"
-    return f"{text} {what} per KV head"
+    unit = f"of the text, at least {LEAST_FROM_SHARE} entries" if text.endswith("%") else "entries"
+    return f"{text} {unit} per KV head"
 
 
 def _span(numbers: list[int]) -> str:

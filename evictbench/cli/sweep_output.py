@@ -1,4 +1,4 @@
-"""A sweep on the screen: what it will take, how far it is (a live table, or plain lines in a file), what came out."""
+"""A sweep on the screen: its estimate, its progress (a live table, or plain lines in a file), its results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.sweep.job import ANSWERING
-from evictbench.terminal.console import loud, say
-from evictbench.terminal.units import human_bytes
+from evictbench.terminal.console import say, warn
+from evictbench.terminal.units import human_bytes, percent, percent_interval
 from evictbench.terminal.waiting import EVERY, Waiting, duration
 
 if TYPE_CHECKING:
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from evictbench.sweep.estimate import Estimate
-    from evictbench.sweep.plan import Impossible
-    from evictbench.sweep.progress import Cell, Progress
+    from evictbench.sweep.plan import ImpossibleCell
+    from evictbench.sweep.progress import Progress, SweepCell
 
 COLOURS = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", "waiting": "dim"}
 
 
 class SweepTable:
-    """Watches a sweep (`evictbench.sweep.plan.Watcher`) and writes to `console`: a live table on a terminal, else a
-    line for every cell that ends and one for those that run, now and then. Use as a context manager."""
+    """Follows a sweep (`evictbench.sweep.plan.Watcher`) and writes to `console`: a live table on a terminal, else a
+    line for each cell that ends, and now and then one for each that runs. Use as a context manager."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -47,35 +47,32 @@ class SweepTable:
             self.live.stop()
 
     def phase(self, text: str) -> None:
-        """Say what goes on before the first cell."""
+        """Show a step before the first cell."""
         self.waiting.begin(text)
 
     def warn(self, sentence: str) -> None:
         """Write a warning above the table, once."""
         if sentence not in self.warned:
             self.warned.add(sentence)
-            loud(self.console).print(
-                f"warning: {sentence}", markup=False, highlight=False, soft_wrap=True, style="yellow"
-            )
+            warn(self.console, sentence)
 
     def show(self, progress: Progress) -> None:
-        """Bring the table up to date; in a file, say how far the running cells are, now and then."""
+        """Update the table; in a file, now and then write the progress of the running cells."""
         self.waiting.end()
         if self.waiting.on_screen:
             self._live().update(live_table(progress, self.console.height - 4))
         elif self.clock() - self.written >= EVERY:
             self.written = self.clock()
-            say(self.console, in_a_line(progress))
+            say(self.console, status_line(progress))
             for cell in progress.cells:
                 if cell.state == "running":
                     say(self.console, f"  {cell.title}: {', '.join(filter(None, _row(cell, progress)[3:]))}")
 
-    def ended(self, cell: Cell) -> None:
-        """Say it, where there is no table to show it."""
+    def ended(self, cell: SweepCell) -> None:
+        """Write that a cell has ended, where there is no table to show it."""
         if not self.waiting.on_screen:
-            score = _score(cell)
-            how = cell.sentence if cell.state == "failed" else f"{cell.done}/{cell.total} samples, score {score}"
-            say(self.console, f"{cell.state}: {cell.title}: {how}")
+            outcome = f"{cell.done}/{cell.total} samples, score {_score(cell)}"
+            say(self.console, f"{cell.state}: {cell.title}: {cell.sentence if cell.state == 'failed' else outcome}")
 
     def _live(self) -> Live:
         if self.live is None:
@@ -87,9 +84,9 @@ class SweepTable:
 
 
 def live_table(progress: Progress, height: int) -> Table:
-    """One row a cell; where they do not all fit, those that run or failed, the last done, and how many wait."""
+    """One row for each cell. If not all fit: those that run or failed, the last done, the next, and counts."""
     table = _new_table("policy", "budget", "suite", "", "samples", "score", "rate", "left")
-    table.title = in_a_line(progress)
+    table.title = status_line(progress)
     table.title_justify = "left"
     rows = list(progress.cells)
     room = max(4, height - 5)
@@ -107,13 +104,13 @@ def live_table(progress: Progress, height: int) -> Table:
     return table
 
 
-def in_a_line(progress: Progress) -> str:
+def status_line(progress: Progress) -> str:
     """ "3/10 cells, 34/100 samples, 1 failed, 2:04 left"."""
     cells = progress.cells
-    ended = sum(cell.state == "done" for cell in cells)
+    cells_done = sum(cell.state == "done" for cell in cells)
     failed = sum(cell.state == "failed" for cell in cells)
     done, total = sum(cell.done for cell in cells), sum(cell.total for cell in cells)
-    parts = [f"{ended}/{len(cells)} cells", f"{done}/{total} samples"]
+    parts = [f"{cells_done}/{len(cells)} cells", f"{done}/{total} samples"]
     if failed:
         parts.append(f"{failed} failed")
     left = progress.whole_left()
@@ -122,18 +119,17 @@ def in_a_line(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def result_table(cells: Sequence[Cell]) -> Table:
-    """Every cell's score with its interval, and what it held; in the order of suite, policy, budget."""
+def result_table(cells: Sequence[SweepCell]) -> Table:
+    """Every cell's score with its interval, and its cache sizes; in the order of suite, policy, budget."""
     table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
-    for cell in sorted(cells, key=place):
+    for cell in sorted(cells, key=sort_key):
         mean = cell.summary.get("mean")
         values = ("-", "-", f"{cell.done}/{cell.total}", "-", "-")
         if mean:
-            interval = mean["interval"]
             count = str(cell.total) if cell.done == cell.total else f"{cell.done}/{cell.total}"
             values = (
-                f"{100 * mean['score']:.1f}",
-                "-" if interval is None else f"{100 * interval[0]:.1f}-{100 * interval[1]:.1f}",
+                percent(mean["score"]),
+                percent_interval(mean["interval"]),
                 count,
                 f"{mean['occupancy_mean']:.0f}",
                 human_bytes(mean["cache_bytes"]),
@@ -144,32 +140,33 @@ def result_table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def dry_table(cells: Sequence[Cell], estimates: Sequence[Estimate], impossible: Sequence[Impossible]) -> Table:
-    """Every cell in the order in which it would run, with what it would take."""
+def estimate_table(
+    cells: Sequence[SweepCell], estimates: Sequence[Estimate], impossible: Sequence[ImpossibleCell]
+) -> Table:
+    """Every cell in the order in which it would run, with its estimate."""
     table = _new_table(
         "", "policy", "budget", "suite", "samples", "prompt tokens", "answer tokens", "cache", "prompt peak", "time"
     )
-    for number, (cell, found) in enumerate(zip(cells, estimates, strict=True), start=1):
-        if found.samples:
+    for number, (cell, estimate) in enumerate(zip(cells, estimates, strict=True), start=1):
+        if estimate.samples:
             takes = (
-                f"{found.prompt_tokens:,}",
-                f"{found.answer_tokens:,}",
-                human_bytes(found.cache_bytes),
-                human_bytes(found.prompt_bytes),
-                duration(found.seconds),
+                f"{estimate.prompt_tokens:,}",
+                f"{estimate.answer_tokens:,}",
+                human_bytes(estimate.cache_bytes),
+                human_bytes(estimate.prompt_bytes),
+                duration(estimate.seconds),
             )
         else:
             takes = ("finished", "", "", "", "")
-        samples = f"{found.samples}/{cell.total}"
+        samples = f"{estimate.samples}/{cell.total}"
         table.add_row(str(number), cell.policy, cell.budget, cell.suite, samples, *takes)
-    for one in impossible:
-        settings = one.settings
+    for settings in (cell.settings for cell in impossible):
         table.add_row("", settings.policy, settings.budget or "", settings.suite, "impossible", *[""] * 5, style="red")
     return table
 
 
-def as_data(cell: Cell) -> dict[str, Any]:
-    """A cell for JSON."""
+def cell_record(cell: SweepCell) -> dict[str, Any]:
+    """A cell as `--json` prints it."""
     return {
         "policy": cell.policy,
         "budget": cell.budget or None,
@@ -184,7 +181,14 @@ def as_data(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _row(cell: Cell, progress: Progress) -> tuple[str, ...]:
+def sort_key(cell: SweepCell) -> tuple[Any, ...]:
+    """Orders cells by suite, policy and budget, the full cache first."""
+    budget = cell.plan.checked.budget
+    size = (0, 0.0) if budget is None else (1, float(budget.tokens or 0)) if budget.tokens else (2, budget.share or 0.0)
+    return cell.suite, budget is not None, cell.policy, size
+
+
+def _row(cell: SweepCell, progress: Progress) -> tuple[str, ...]:
     """Policy, budget, suite, state, samples, score, rate, time left."""
     rate = cell.rate(progress.clock())
     left = progress.left(cell)
@@ -204,22 +208,13 @@ def _row(cell: Cell, progress: Progress) -> tuple[str, ...]:
     )
 
 
-def _score(cell: Cell) -> str:
+def _score(cell: SweepCell) -> str:
     """ "41.7 (22.0-61.4)" of a cell that has ended, the mean so far of another."""
     mean = cell.summary.get("mean")
     if mean:
         interval = mean["interval"]
-        spread = "" if interval is None else f" ({100 * interval[0]:.1f}-{100 * interval[1]:.1f})"
-        return f"{100 * mean['score']:.1f}{spread}"
-    score = cell.score()
-    return "-" if score is None else f"{100 * score:.1f}"
-
-
-def place(cell: Cell) -> tuple[Any, ...]:
-    """Sorts cells by suite, policy and budget, the full cache first."""
-    budget = cell.plan.checked.budget
-    size = (0, 0.0) if budget is None else (1, float(budget.tokens or 0)) if budget.tokens else (2, budget.share or 0.0)
-    return cell.suite, budget is not None, cell.policy, size
+        return percent(mean["score"]) + ("" if interval is None else f" ({percent_interval(interval)})")
+    return percent(cell.score())
 
 
 def _new_table(*headings: str) -> Table:
@@ -227,9 +222,7 @@ def _new_table(*headings: str) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    words = {"policy", "suite", ""}
     for heading in headings:
-        table.add_column(
-            heading, justify="left" if heading in words else "right", overflow="fold", no_wrap=heading not in words
-        )
+        is_text = heading in ("policy", "suite", "")
+        table.add_column(heading, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     return table

@@ -1,4 +1,4 @@
-"""`evictbench trace`: watch the cells, show the table, say where the trace is and what to type next."""
+"""`evictbench trace`: show the cells' progress and their table, where the trace is, and what to type next."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.cli.progress import LOOKING
 from evictbench.store.trace_files import DECODE, OK, read_trace
-from evictbench.terminal.console import command, console_for, describe, quieten, say
+from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.waiting import Waiting
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
-    from evictbench.trace.run import Plan
-    from evictbench.trace.settings import Cell, Settings
+    from evictbench.trace.run import TracePlan
+    from evictbench.trace.settings import TraceCell, TraceSettings
 
 PARTS = ("attention_ms", "signals_ms", "policy_ms", "rest_ms")
 
 
-def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
-    """Trace on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
-    quieten()
-    report = console_for(stderr=as_json, quiet=quiet and as_json)
-    words = console_for(stderr=as_json, quiet=quiet)
+def trace_and_show(settings: TraceSettings, as_json: bool, quiet: bool = False) -> int:
+    """Trace on the terminal. Returns the exit code.
+
+    Results go to stdout, progress to stderr. quiet: neither progress nor hints.
+    """
+    silence_libraries()
+    report, hints = output_consoles(as_json, quiet)
     try:
         with TraceLines(console_for(stderr=True, quiet=quiet)) as lines:
             lines.phase(LOOKING)
@@ -39,7 +41,7 @@ def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> in
             plan = make_plan(settings, lines.phase)
             finished = finished_cells(plan)
             lines.end()
-            describe(words, "trace", description(plan, finished))
+            describe(hints, "trace", description(plan, finished))
             about = trace(plan, lines)
     except KeyboardInterrupt:
         print(f"Stopped; finished cells are kept in {settings.folder}. To go on: {command()}", file=sys.stderr)
@@ -47,29 +49,29 @@ def trace_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> in
     _, steps = read_trace(settings.folder)
     report.print(cell_table(about, steps))
     for line in legend(about):
-        say(words, line)
+        say(hints, line)
     if as_json:
         print(json.dumps(about, indent=2, ensure_ascii=False))
-    say(words, f"written to {settings.folder}")
-    say(words, f"next: evictbench plot {shlex.quote(str(settings.folder))}")
+    say(hints, f"written to {settings.folder}")
+    say(hints, f"next: evictbench plot {shlex.quote(str(settings.folder))}")
     return 0
 
 
 class TraceLines(Waiting):
-    """Watches a trace (`evictbench.trace.run.Watcher`). Use as a context manager."""
+    """Follows a trace (`evictbench.trace.run.Watcher`) and writes a line for each cell. Use as a context manager."""
 
     def phase(self, text: str) -> None:
-        """Something begins that takes a while."""
+        """A step begins that takes a while."""
         self.begin(text)
 
-    def cell_done(self, number: int, of: int, cell: Cell, found: Mapping[str, Any]) -> None:
-        """A cell is measured."""
+    def cell_done(self, number: int, total: int, cell: TraceCell, record: Mapping[str, Any]) -> None:
+        """Cell `number` of `total` is measured. record: its entry in the trace's summary."""
         self.end()
-        say(self.console, f"{number}/{of} {cell}: {_in_words(found)}")
+        say(self.console, f"{number}/{total} {cell}: {_in_words(record)}")
 
 
-def description(plan: Plan, finished: int) -> list[tuple[str, Sequence[str]]]:
-    """What is about to be traced, defaults spelled out."""
+def description(plan: TracePlan, finished: int) -> list[tuple[str, Sequence[str]]]:
+    """What is about to be traced, defaults spelled out: headings with their texts. finished: cells there already."""
     settings, checked = plan.settings, plan.checked
     policies = []
     for label, chosen in checked.chosen.items():
@@ -80,7 +82,7 @@ def description(plan: Plan, finished: int) -> list[tuple[str, Sequence[str]]]:
     rows = sorted({cell.rows for cell in checked.cells})
     contexts = sorted({cell.context for cell in checked.cells})
     text = "tokens drawn from the seed" if settings.text is None else str(settings.text)
-    looks = "not noted" if settings.retention is None else f"every {settings.retention} tokens, longest context"
+    snapshots = "not noted" if settings.retention is None else f"every {settings.retention} tokens, longest context"
     return [
         ("model", [f"{plan.model}, {plan.dtype}, device {plan.device}"]),
         ("policies", policies),
@@ -89,15 +91,15 @@ def description(plan: Plan, finished: int) -> list[tuple[str, Sequence[str]]]:
         ("rows", [", ".join(map(str, rows))]),
         ("text", [f"{text}, seed {settings.seed}"]),
         ("prefill", [f"{settings.prefill}, chunks of {settings.chunk} tokens"]),
-        ("kept", [f"positions {looks}"]),
+        ("kept", [f"positions {snapshots}"]),
         ("folder", [str(settings.folder)]),
         ("cells", [f"{len(checked.cells)}" + (f", {finished} there from before" if finished else "")]),
     ]
 
 
 def cell_table(about: Mapping[str, Any], steps: pd.DataFrame) -> Table:
-    """One line a cell: time to first token, a decode step and its parts, memory, and how much of the machine's copy
-    bandwidth decode reads at."""
+    """One row for each cell: time to first token, a decode step and its parts, memory, and the bandwidth at which
+    decode reads, as a share of the machine's copy bandwidth. about: the trace's summary. steps: its steps."""
     from rich import box
     from rich.table import Table
 
@@ -127,13 +129,13 @@ def cell_table(about: Mapping[str, Any], steps: pd.DataFrame) -> Table:
 
 
 def legend(about: Mapping[str, Any]) -> list[str]:
-    """What the table's numbers are, and the bandwidth that they are held against."""
+    """Lines that explain the table's numbers and name the machine's copy bandwidth."""
     lines = [
         "medians over decode steps, in ms; cache and peak (all memory in use): the most in decode",
         f"read: weights ({about['read_weight_bytes'] / 1e6:,.0f} MB) and kept keys and values, once a step; this "
         f"machine copies {about['copy_bandwidth'] / 1e9:,.1f} GB/s, read and written",
     ]
-    random = [label for label, one in about["policies"].items() if one["weights"] == "random"]
+    random = [label for label, policy in about["policies"].items() if policy["weights"] == "random"]
     if random:
         lines.append(f"random weights, whose choices mean nothing: {', '.join(random)}")
     return lines
@@ -143,7 +145,7 @@ def _line(cell: Mapping[str, Any], steps: pd.DataFrame) -> Sequence[str]:
     from rich.markup import escape
 
     first = cell.get("first_token_seconds")
-    words = [
+    texts = [
         escape(cell["policy"]),
         cell["budget"] or "",
         f"{cell['context']:,}",
@@ -151,11 +153,11 @@ def _line(cell: Mapping[str, Any], steps: pd.DataFrame) -> Sequence[str]:
         "" if first is None else f"{first:.3g}",
     ]
     if cell["status"] != OK:
-        return [*words, f"[yellow]{cell['status']}[/]"]
+        return [*texts, f"[yellow]{cell['status']}[/]"]
     medians = [f"{steps[name].median():.3g}" for name in ("ms", *PARTS)]
     speed = cell["read_bytes_per_second"]
     return [
-        *words,
+        *texts,
         *medians,
         f"{1000 * cell['rows'] / cell['decode_ms']:,.1f}",
         f"{cell['decode_cache_bytes'] / 1e6:,.1f}",
@@ -165,7 +167,7 @@ def _line(cell: Mapping[str, Any], steps: pd.DataFrame) -> Sequence[str]:
     ]
 
 
-def _in_words(found: Mapping[str, Any]) -> str:
-    if found["status"] != OK:
-        return str(found["status"])
-    return f"first token after {found['first_token_seconds']:.3g} s, {found['decode_ms']:.3g} ms a step"
+def _in_words(record: Mapping[str, Any]) -> str:
+    if record["status"] != OK:
+        return str(record["status"])
+    return f"first token after {record['first_token_seconds']:.3g} s, {record['decode_ms']:.3g} ms a step"

@@ -1,4 +1,4 @@
-"""`evictbench train`: watch a training, say what it reached, where it is and what to type next."""
+"""`evictbench train`: show a training's progress and its result, where its weights are, and what to type next."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.cli.progress import LOOKING
-from evictbench.terminal.console import command, console_for, describe, quieten, say
+from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.waiting import EVERY, Waiting, duration
 from evictbench.train.settings import STORE, check
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evictbench.train.plan import Plan
-    from evictbench.train.settings import Settings
+    from evictbench.train.plan import TrainPlan
+    from evictbench.train.settings import TrainSettings
 
 _SHOWN = 4
-"""Numbers of a step that the line shows, the first that the learner gives."""
+"""How many numbers of a step the line shows: the first ones that the learner gives."""
+
 _NOT_SHOWN = ("step", "tokens", "seconds", "budget", "lr", "grad_norm", "model_grad_norm")
 
 
-def train_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> int:
-    """Train on the terminal; the exit code. Results go to stdout, progress to stderr; quiet: no progress, no hints."""
-    quieten()
-    report = console_for(stderr=as_json, quiet=quiet and as_json)
-    words = console_for(stderr=as_json, quiet=quiet)
+def train_and_show(settings: TrainSettings, as_json: bool, quiet: bool = False) -> int:
+    """Train on the terminal. Returns the exit code.
+
+    Results go to stdout, progress to stderr. quiet: neither progress nor hints.
+    """
+    silence_libraries()
+    report, hints = output_consoles(as_json, quiet)
     try:
         with TrainingLine(console_for(stderr=True, quiet=quiet)) as progress:
             progress.phase(LOOKING)
@@ -42,28 +45,28 @@ def train_and_show(settings: Settings, as_json: bool, quiet: bool = False) -> in
     except KeyboardInterrupt:
         print(f"Stopped; to go on from the last checkpoint: {command()}", file=sys.stderr)
         return 130
-    if not outcome.record:  # another process tells
+    if not outcome.record:  # another process of this training reports
         return 0
     if as_json:
         print(json.dumps(outcome.record, indent=2, ensure_ascii=False))
     if outcome.before:
-        say(words, f"{outcome.folder} was finished before: nothing to do.")
+        say(hints, f"{outcome.folder} was finished before: nothing to do.")
     training = outcome.record["training"]
     for heading, numbers in (("last steps", training["last"]), ("held out", training["held_out"])):
         if numbers:
             say(report, f"{heading}: {_numbers(numbers)}")
-    say(words, f"written to {outcome.folder}")
+    say(hints, f"written to {outcome.folder}")
     model = str(outcome.folder / MODEL) if "finetuned" in outcome.record else settings.model
-    then = ["evictbench", "run", "--policy", settings.policy, "--budget", settings.budget.split(",")[0]]
-    then += ["--model", model, "--suite", "fidelity"]
+    next_command = ["evictbench", "run", "--policy", settings.policy, "--budget", settings.budget.split(",")[0]]
+    next_command += ["--model", model, "--suite", "fidelity"]
     if outcome.learned:
-        then += ["--weights", str(outcome.folder)]
-    say(words, f"next: {shlex.join(then)}")
+        next_command += ["--weights", str(outcome.folder)]
+    say(hints, f"next: {shlex.join(next_command)}")
     return 0
 
 
 class TrainingLine:
-    """Watches a training (`evictbench.train.loop.Watcher`): a live line on a terminal, plain lines now and then in a
+    """Follows a training (`evictbench.train.loop.Watcher`): a live line on a terminal, a plain line now and then in a
     file or a pipe. Use as a context manager."""
 
     def __init__(self, console: Console) -> None:
@@ -82,25 +85,28 @@ class TrainingLine:
         self.waiting.end()
 
     def phase(self, text: str) -> None:
-        """Something begins that takes a while."""
+        """A step begins that takes a while."""
         self.waiting.begin(text)
 
-    def planned(self, plan: Plan) -> None:
-        """Say what is about to be trained."""
+    def planned(self, plan: TrainPlan) -> None:
+        """Write what is about to be trained."""
         self.waiting.end()
         settings, checked = plan.settings, plan.checked
         budgets = ", ".join(map(str, checked.budgets))
-        what = "scorer and model" if settings.finetune else "scorer, the model frozen"
+        trained = "scorer and model" if settings.finetune else "scorer, the model frozen"
         if plan.learner.finetune_only:
-            what = "the model"
-        cut = "one text each" if settings.no_pack else "packed"
+            trained = "the model"
+        packing = "one text each" if settings.no_pack else "packed"
         rate = f"{settings.lr:g}" + (f", of the model {settings.model_lr:g}" if settings.finetune else "")
         rows = (
-            ("policy", f"{checked.chosen.label} ({what})"),
+            ("policy", f"{checked.chosen.label} ({trained})"),
             ("recipe", ", ".join(f"{name}={value}" for name, value in asdict(checked.recipe).items())),
             ("model", f"{plan.model}, {plan.dtype}, device {settings.device}"),
             ("data", f"{', '.join(plan.names)}: {plan.blocks.documents} texts"),
-            ("blocks", f"{plan.train_blocks} of up to {settings.length} tokens ({cut}), {len(plan.held_out)} held out"),
+            (
+                "blocks",
+                f"{plan.train_blocks} of up to {settings.length} tokens ({packing}), {len(plan.held_out)} held out",
+            ),
             ("steps", f"{settings.steps}, budget {budgets}, window {settings.window}, seed {settings.seed}"),
             ("batch", f"{settings.batch_size} blocks a pass, {settings.accumulate} passes a step, rate {rate}"),
             ("saved", f"every {settings.save_every} steps, weights in {settings.weights_dtype}"),
@@ -110,11 +116,11 @@ class TrainingLine:
         describe(self.console, "train", [(heading, (text,)) for heading, text in rows])
 
     def collected(self, done: int, total: int) -> None:
-        """Features of so many blocks are on the disk."""
+        """The features of `done` of `total` blocks are on the disk."""
         self._show(f"features of {done} of {total} blocks", done, total, now=done == total)
 
     def step(self, line: Mapping[str, Any], steps: int) -> None:
-        """A step is done."""
+        """A step is done. line: its number, seconds and losses. steps: how many there are in all."""
         now = time.monotonic()
         if self.began is None:
             self.began, self.first = now - line["seconds"], line["step"] - 1

@@ -1,26 +1,24 @@
-"""What is checked of a run's settings before anything heavy starts."""
+"""The checks of a run's settings that need no model: names, numbers, words, folders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from evictbench import registry
-from evictbench.errors import UserError
+from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
-from evictbench.evaluation.settings import CHOICES, Settings
+from evictbench.evaluation.settings import CHOICES, RunSettings
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
-
-if TYPE_CHECKING:
-    from evictbench.suite.spec import Suite
+from evictbench.suite.spec import Suite
 
 
 @dataclass(frozen=True)
 class Checked:
     """What the names and numbers of a run's settings stand for.
 
-    context, limit: the suite's own where none is given.
+    budget: None for a policy that takes none. context (tokens), limit (samples per task): the suite's own where the
+    settings give none.
     """
 
     chosen: registry.ChosenPolicy
@@ -31,15 +29,15 @@ class Checked:
     limit: int | None
 
 
-def check(settings: Settings) -> Checked:
-    """Look up every name and check every number, word and folder; UserError for the first that cannot be."""
-    several = registry.split_policies(settings.policy)
-    if len(several) > 1:
-        raise UserError(f"A run takes one policy, and {' and '.join(several)} are given: run them one by one.")
+def check(settings: RunSettings) -> Checked:
+    """Look up every name and check every number, word and folder. UserError for the first that is wrong."""
+    policies = registry.split_policies(settings.policy)
+    if len(policies) > 1:
+        raise UserError(f"A run takes one policy, and {' and '.join(policies)} are given: run them one by one.")
     chosen = registry.parse_policy(settings.policy)
     suite = registry.load_suite(settings.suite)
     tasks = _tasks(settings, suite)
-    budget = _budget(settings, chosen)
+    budget = chosen.policy.read_budget(settings.budget)
     if settings.weights is not None and not chosen.policy.learned:
         raise UserError(f"{chosen.name} is not learned and takes no weights: leave out --weights {settings.weights}.")
     _check_options(settings)
@@ -55,44 +53,31 @@ def check(settings: Settings) -> Checked:
     return checked
 
 
-def _tasks(settings: Settings, suite: Suite) -> tuple[str, ...] | None:
+def _tasks(settings: RunSettings, suite: Suite) -> tuple[str, ...] | None:
     if settings.tasks is None:
         return None
     names = tuple(dict.fromkeys(name.strip() for name in settings.tasks.split(",") if name.strip()))
     for name in names:
         if name not in suite.tasks:
-            raise registry.unknown("task", name, suite.tasks, f" of {suite.name}")
+            raise unknown("task", name, suite.tasks, f" of {suite.name}")
     if not names:
         raise UserError(f"--tasks names no task: {suite.name} has {', '.join(suite.tasks)}.")
     return names
 
 
-def _budget(settings: Settings, chosen: registry.ChosenPolicy) -> Budget | None:
-    if not chosen.policy.needs_budget:
-        if settings.budget is not None:
-            raise UserError(f"{chosen.name} takes no budget: leave out --budget {settings.budget}.")
-        return None
-    if settings.budget is None:
-        raise UserError(f"{chosen.name} needs a budget: --budget 256, or --budget 25%.")
-    return Budget.parse(settings.budget)
-
-
-def _check_options(settings: Settings) -> None:
+def _check_options(settings: RunSettings) -> None:
     for name, words in CHOICES.items():
         if getattr(settings, name) not in words:
-            raise registry.unknown("value", getattr(settings, name), words, f" of --{name}")
+            raise unknown("value", getattr(settings, name), words, f" of --{name}")
     for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least 1.")
     if settings.seed < 0:
         raise UserError(f"--seed is {settings.seed}; it has to be 0 or more.")
-    number = settings.max_new_tokens
-    if number not in ("auto", "card") and not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise UserError(f"--max-new-tokens takes a number above 0, card or auto, and not {number!r}.")
 
 
-def _check_folders(settings: Settings) -> None:
+def _check_folders(settings: RunSettings) -> None:
     if settings.data_dir is not None and not settings.data_dir.is_dir():
         raise UserError(f"There is no folder {settings.data_dir} (--data-dir).")
     haystack = settings.haystack

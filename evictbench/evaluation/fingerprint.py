@@ -1,22 +1,22 @@
-"""What a run is, and what its folder's fingerprint is made of: all that may move a score, and nothing else."""
+"""The fingerprint of a run: everything that may move a score, and nothing else. Its hash names the run's folder."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from evictbench.evaluation.checks import Checked
-    from evictbench.evaluation.settings import Settings
-    from evictbench.models.policy_weights import Weights
-    from evictbench.policy.base import Policy
+from evictbench.evaluation.checks import Checked
+from evictbench.evaluation.settings import RunSettings
+from evictbench.models.policy_weights import Weights
+from evictbench.policy.base import BasePolicy
+from evictbench.policy.ragged import PagedPolicy
 
 
-def identity_of(
-    settings: Settings,
+def fingerprint_of(
+    settings: RunSettings,
     checked: Checked,
-    policy: Policy,
+    policy: BasePolicy,
     trained: Weights | None,
     *,
     suite_tasks: Mapping[str, Any],
@@ -28,43 +28,46 @@ def identity_of(
     thoughts: bool,
     differs: Collection[str],
 ) -> dict[str, Any]:
-    """The identity of a cell, as run.json holds it: values that JSON has.
+    """The fingerprint as run.json holds it under "identity": values that JSON has.
 
-    policy: as it will run, with what the suite and the model set on it. trained: what it has learned. suite_tasks: task
-    to its version. data: every input of the suite to its hash or version. chat, thoughts: whether the chat template is
-    used, and lets the model think. differs: what is not as the named protocol has it.
+    policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
+    is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
+    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used.
+    thoughts: whether that template lets the model think. differs: names of what is not as the named protocol has it.
     """
-    chosen = checked.protocol
-    mode = policy.prefill if settings.prefill == "native" else settings.prefill
-    named: dict[str, Any] = {
+    protocol = checked.protocol
+    mode = policy.prefill_mode(settings.prefill)
+    policy_entry: dict[str, Any] = {
         "name": checked.chosen.name,
         "label": checked.chosen.label,
         "settings": checked.chosen.settings,
         "source": checked.chosen.source,
     }
     if trained is not None:
-        named["weights"] = trained.identity
-    if policy.ragged:
-        named["stated_length"] = policy.stated_length
+        policy_entry["weights"] = trained.identity
+    by_chunk = mode == "bounded"
+    if isinstance(policy, PagedPolicy):
+        policy_entry["stated_length"] = policy.stated_length
+        by_chunk = by_chunk or policy.chunk_dependent
     return {
         "suite": checked.suite.name,
         "tasks": dict(suite_tasks),
         "data": dict(data),
-        "policy": named,
+        "policy": policy_entry,
         "budget": None if checked.budget is None else str(checked.budget),
         "protocol": {
-            "name": chosen.name,
+            "name": protocol.name,
             "context": checked.context,
-            "question": chosen.question,
+            "question": protocol.question,
             "chat": chat,
             "thoughts": thoughts,
-            **asdict(chosen.sampling),
+            **asdict(protocol.sampling),
             "max_new_tokens": settings.max_new_tokens,
-            "card_limit": chosen.preset.max_new_tokens,
+            "card_limit": protocol.preset.max_new_tokens,
             "prefill": settings.prefill,
-            # The chunk changes what a bounded prefill evicts, and what such a policy does.
-            "chunk": settings.chunk if (mode == "bounded" or policy.chunked) and checked.budget is not None else None,
-            # How many repeats there are is no part of what a sample is: more of them extend a run.
+            # The chunk changes what a bounded prefill evicts, and what a policy that works by the chunk does.
+            "chunk": settings.chunk if by_chunk and checked.budget is not None else None,
+            # The number of repeats does not change a sample: more of them extend a run.
             "differs": sorted(set(differs) - {"repeats"}),
         },
         "seed": settings.seed,

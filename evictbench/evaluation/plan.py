@@ -1,4 +1,4 @@
-"""From what was asked to what will run: everything that can be checked, checked before a weight is loaded."""
+"""The plan of a run: everything that can be checked is checked, and the prompts are made, before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -11,46 +11,44 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks, thinking
 from evictbench.evaluation.checks import Checked, check
-from evictbench.evaluation.fingerprint import identity_of
-from evictbench.evaluation.prompts import Planned, Prompts
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.fingerprint import fingerprint_of
+from evictbench.evaluation.prompts import PlannedSample, Prompts
+from evictbench.evaluation.protocol import Differences
+from evictbench.evaluation.settings import RunSettings
 from evictbench.models import devices, load
-from evictbench.models.policy_weights import Weights, equip
-from evictbench.policy.step import ModelShape
+from evictbench.models.policy_weights import Weights
+from evictbench.models.ready import ready_policy
+from evictbench.policy.base import BasePolicy
 from evictbench.store import run_folder
+from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
 
-    from evictbench.evaluation.protocol import Differences
-    from evictbench.policy.base import Policy
-    from evictbench.suite.spec import PreparedSuite
+T = TypeVar("T")
 
-
-Made = TypeVar("Made")
-
-Kept = dict[Hashable, Any]
-"""What plans of one process have in common, made once: configs, tokenizers, prompts."""
+SharedInputs = dict[Hashable, Any]
+"""What the plans of one process share, each made once: configs, tokenizers, prompts."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One cell, ready to run: nothing is left to check, and no weight is loaded.
+class RunPlan:
+    """A run that is ready to start: nothing is left to check, and no weight is loaded.
 
-    weights: what a learned policy has been given. model: the name in results. chat: whether prompts are in the chat
-    template, where the task allows it.
-    prompts go round the tasks, and come to the next repeat when every document has had this one, so that a run
-    stopped early has some of each.
-    identity: what the fingerprint, and with it the folder, is made of.
+    weights: a learned policy's own; None for others. model: the name in results. dtype: the one that "auto" stands for.
+    chat: whether prompts are in the chat template, where the task allows it.
+    prompts: the samples asked for. Tasks take turns, and the next repeat begins when every document has had this one,
+    so that a run stopped early has some of each.
+    fingerprint: everything that may move a score; its hash is in the name of the folder.
     differs: what is not as the named protocol has it, the number of repeats included.
-    cut: task to how many of its documents have less room for an answer than its card gives.
+    answers_cut: task to the number of documents whose answers may have fewer tokens than the task's card gives.
     overlong: task to the documents left out because they do not fit the window.
     """
 
-    settings: Settings
+    settings: RunSettings
     checked: Checked
-    policy: Policy
+    policy: BasePolicy
     weights: Weights | None
     source: load.Source
     model: str
@@ -60,16 +58,16 @@ class Plan:
     tokenizer: PreTrainedTokenizerBase
     prepared: PreparedSuite
     tasks: Mapping[str, ConfigurableTask]
-    prompts: tuple[Planned, ...]
-    identity: Mapping[str, Any]
+    prompts: tuple[PlannedSample, ...]
+    fingerprint: Mapping[str, Any]
     folder: Path
     differs: Differences
-    cut: Mapping[str, int]
+    answers_cut: Mapping[str, int]
     overlong: Mapping[str, tuple[int, ...]]
 
     @cached_property
     def documents(self) -> dict[str, int]:
-        """Task to the documents asked for."""
+        """Task to the number of documents asked for."""
         counts = dict.fromkeys(self.tasks, 0)
         for name, _ in {planned.key[:2] for planned in self.prompts}:
             counts[name] += 1
@@ -77,43 +75,46 @@ class Plan:
 
     @property
     def asked(self) -> dict[str, int]:
-        """Task to the samples asked for."""
+        """Task to the number of samples asked for."""
         counts = dict.fromkeys(self.tasks, 0)
         for planned in self.prompts:
             counts[planned.prompt.task] += 1
         return counts
 
 
-def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None, kept: Kept | None = None) -> Plan:
-    """Check everything and make the prompts; UserError says what cannot be. `phase` hears what takes a while.
+def make_plan(
+    settings: RunSettings, phase: Callable[[str], None] = lambda _: None, shared: SharedInputs | None = None
+) -> RunPlan:
+    """Check everything and make the prompts. Raises UserError for the first thing that is wrong.
 
-    kept: what earlier plans have left there is taken, and what this one makes is added: cells that differ in policy
-    and budget alone read the same prompts.
-    In this order: names, numbers, budget, folders; the model's tokenizer and config; the suite's data; its prompts.
+    phase: called with a description of each step that takes a while.
+    shared: inputs made by earlier plans of this process. They are used again, and new ones are added: cells that differ
+    in policy and budget alone read the same prompts.
+    The order is: names, numbers, budget, folders; the model's tokenizer and config; the suite's data; its prompts.
     """
-    kept = {} if kept is None else kept
+    shared = {} if shared is None else shared
     checked = check(settings)
     source = load.resolve(settings.model)
-    model = Path(source.name).expanduser().resolve().name if source.kind == "local" else source.name
+    model = source.result_name
 
     phase("reading the model's config and tokenizer")
     devices.check_device(settings.device)
     code = settings.trust_remote_code
-    config = _once(kept, ("config", source, code), lambda: load.load_config(source, code))
-    tokenizer = _once(kept, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
+    config = _once(shared, ("config", source, code), lambda: load.load_config(source, code))
+    tokenizer = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
     chat, own_chat = _chat(settings, checked, tokenizer, model)
     thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
-    policy = checked.chosen.policy(checked.chosen.config)
-    policy.fit(config)
-    if checked.budget is not None:
-        policy.check_budget(checked.budget)
-    policy.stated_length = checked.suite.stated_length or checked.context
-    if policy.learned:
+    if checked.chosen.policy.learned:
         phase("identifying the weights")
-    trained = equip(policy, settings.weights, source, model, ModelShape.of(config))
-    least = policy.minimum_budget(ModelShape.of(config))
-    if checked.budget is not None and checked.budget.tokens is not None:
-        _check_least(checked, checked.budget.tokens, least, model)
+    ready = ready_policy(
+        checked.chosen,
+        config,
+        model=model,
+        model_sha256=lambda: load.weights_hash(source),
+        weights=settings.weights,
+        stated_length=checked.suite.stated_length or checked.context,
+    )
+    ready.check_budget(checked.budget)
     window = load.context_window(config)
     if checked.context is not None and checked.context > window:
         raise UserError(f"A context of {checked.context} tokens is longer than the window of {model}, {window} tokens.")
@@ -128,29 +129,22 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None,
         prompts.make(loaded)
         return prepared, loaded, prompts
 
-    prepared, loaded, prompts = _once(kept, ("prompts", _texts_of(settings)), make_prompts)
-    if checked.budget is not None:
-        shortest = min(planned.compressible for planned in prompts.planned)
-        _check_least(checked, checked.budget.at(shortest, shortest), least, model)
-    if policy.ragged:
-        from evictbench.cache.paged.cache import allotted
-
-        for length in sorted({planned.compressible for planned in prompts.planned}):
-            allotted(policy, checked.budget, length)
+    prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
+    ready.check_budget(checked.budget, *(planned.compressible for planned in prompts.planned))
 
     phase("identifying the weights")
-    dtype = settings.dtype if settings.dtype != "auto" else load.own_dtype(config)
+    dtype = load.resolve_dtype(config, settings.dtype)
     differs = {
         **checked.protocol.differs,
         **({"chat": (chat, own_chat)} if chat != own_chat else {}),
         **({"thinking": (thoughts.on, own_thinking)} if thoughts.on != own_thinking else {}),
-        **_limit_differs(settings, checked, loaded),
+        **_limit_differs(checked, loaded),
     }
-    identity = identity_of(
+    fingerprint = fingerprint_of(
         settings,
         checked,
-        policy,
-        trained,
+        ready.policy,
+        ready.weights,
         suite_tasks={name: tasks.version_of(task) for name, task in loaded.items()},
         data=prepared.data,
         model=model,
@@ -165,14 +159,14 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None,
         checked.suite.name,
         model,
         checked.chosen.label,
-        identity["budget"],
-        run_folder.fingerprint(identity),
+        fingerprint["budget"],
+        run_folder.fingerprint_hash(fingerprint),
     )
-    return Plan(
+    return RunPlan(
         settings=settings,
         checked=checked,
-        policy=policy,
-        weights=trained,
+        policy=ready.policy,
+        weights=ready.weights,
         source=source,
         model=model,
         dtype=dtype,
@@ -182,23 +176,23 @@ def make_plan(settings: Settings, phase: Callable[[str], None] = lambda _: None,
         prepared=prepared,
         tasks=loaded,
         prompts=prompts.in_order(checked.protocol.repeats),
-        identity=identity,
+        fingerprint=fingerprint,
         folder=folder,
         differs=differs,
-        cut=prompts.cut,
+        answers_cut=prompts.answers_cut,
         overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
     )
 
 
-def _once(kept: Kept, key: Hashable, make: Callable[[], Made]) -> Made:
-    if key not in kept:
-        kept[key] = make()
-    made: Made = kept[key]
-    return made
+def _once(shared: SharedInputs, key: Hashable, make: Callable[[], T]) -> T:
+    if key not in shared:
+        shared[key] = make()
+    value: T = shared[key]
+    return value
 
 
-def _texts_of(settings: Settings) -> Settings:
-    """The settings without those that no prompt depends on."""
+def _prompt_settings(settings: RunSettings) -> RunSettings:
+    """The settings with every option blanked that no prompt depends on."""
     return replace(
         settings,
         policy="",
@@ -215,53 +209,39 @@ def _texts_of(settings: Settings) -> Settings:
     )
 
 
-def _chat(settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:
+def _chat(settings: RunSettings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:
     """Whether the chat template is used, and whether the protocol by itself would use it."""
-    found = tasks.has_chat_template(tokenizer)
+    available = tasks.has_chat_template(tokenizer)
     preset = checked.protocol.preset.chat
-    if not found and (settings.chat == "on" or (settings.chat == "auto" and preset)):
+    if not available and (settings.chat == "on" or (settings.chat == "auto" and preset)):
         raise UserError(f"The tokenizer of {model} has no chat template: use --chat off.")
-    own = found if preset is None else preset
+    own = available if preset is None else preset
     return (own if settings.chat == "auto" else settings.chat == "on"), own
 
 
 def _thinking(
-    settings: Settings, tokenizer: PreTrainedTokenizerBase, chat: bool, model: str
+    settings: RunSettings, tokenizer: PreTrainedTokenizerBase, chat: bool, model: str
 ) -> tuple[thinking.Thinking, bool]:
-    """What the chat template does about thoughts, and whether by itself it would let the model think."""
+    """How the chat template treats thoughts, and whether it lets the model think by its own default."""
     if not chat:
         if settings.thinking == "on":
             raise UserError("Thinking is switched on in the chat template, and this run uses none (--chat off).")
         return thinking.Thinking(), False
-    own = thinking.default(tokenizer)
-    return thinking.settle(tokenizer, settings.thinking, model), own.on
+    own = thinking.template_default(tokenizer)
+    return thinking.set_switch(tokenizer, settings.thinking, model), own.on
 
 
-def _limit_differs(settings: Settings, checked: Checked, loaded: Mapping[str, ConfigurableTask]) -> Differences:
-    if not settings.max_new_tokens.isdigit():
+def _limit_differs(checked: Checked, loaded: Mapping[str, ConfigurableTask]) -> Differences:
+    limit = checked.protocol.answer_limit
+    if limit.fixed is None:
         return {}
-    limit = int(settings.max_new_tokens)
-    cards = {checked.protocol.preset.max_new_tokens or tasks.token_limit(task) for task in loaded.values()}
-    return {} if cards == {limit} else {"max_new_tokens": (limit, ", ".join(map(str, sorted(cards))))}
-
-
-def _check_least(checked: Checked, entries: int, least: int, model: str) -> None:
-    if entries < least:
-        budget = checked.budget
-        given = f"{budget} is given" if budget and budget.tokens else f"{budget} of the shortest text is {entries}"
-        raise UserError(
-            f"{checked.chosen.label} needs a budget of at least {least} entries on {model} (what it protects, "
-            f"the state it is charged for, and one more), and {given}."
-        )
+    cards = {limit.by_card(tasks.token_limit(task)) for task in loaded.values()}
+    return {} if cards == {limit.fixed} else {"max_new_tokens": (limit.fixed, ", ".join(map(str, sorted(cards))))}
 
 
 def _prepare(
-    settings: Settings, checked: Checked, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int
+    settings: RunSettings, checked: Checked, tokenizer: PreTrainedTokenizerBase, chat: bool, window: int
 ) -> PreparedSuite:
-    from evictbench.suite.spec import SuiteRequest
-
-    number = settings.max_new_tokens
-
     request = SuiteRequest(
         tokenizer=tokenizer,
         chat=chat,
@@ -273,7 +253,7 @@ def _prepare(
         data_dir=settings.data_dir,
         haystack=settings.haystack,
         window=window,
-        max_new_tokens=int(number) if number.isdigit() else checked.protocol.preset.max_new_tokens,
+        max_new_tokens=checked.protocol.answer_limit.common,
     )
     prepared = checked.suite.prepare(request)
     if not prepared.tasks:

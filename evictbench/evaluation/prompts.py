@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks
+from evictbench.evaluation.checks import Checked
+from evictbench.evaluation.settings import RunSettings
+from evictbench.evaluation.thinking import Thinking
+from evictbench.store.run_folder import Key
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from transformers import PreTrainedTokenizerBase
 
-    from evictbench.evaluation.checks import Checked
-    from evictbench.evaluation.settings import Settings
-    from evictbench.evaluation.thinking import Thinking
-    from evictbench.store.run_folder import Key
-
 
 @dataclass(frozen=True)
-class Planned:
-    """One answer to be made: its prompt, how many tokens it may have, and which of the prompt's answers it is."""
+class PlannedSample:
+    """One answer to be generated: its prompt, its limit in tokens, and its number among the prompt's answers."""
 
     prompt: tasks.Prompt
     max_new_tokens: int
@@ -35,38 +34,42 @@ class Planned:
 
     @property
     def draw(self) -> tuple[int, int]:
-        """What its random numbers are made from: 64 bits that stand for the sample, under every policy and on every
-        machine the same, and the repeat."""
+        """The seed of its random numbers: 64 bits that stand for task and document, and the repeat. It is the same
+        under every policy and on every machine."""
         name = f"{self.prompt.task}\n{self.prompt.doc_id}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]), self.repeat
 
     @property
     def compressible(self) -> int:
-        """The tokens that a budget's share is of: the context if the question is unseen, else the prompt."""
+        """The tokens of which a budget's share is taken: the context if the question is unseen, else the prompt."""
         return len(self.prompt.ids) if self.prompt.border is None else self.prompt.border
 
 
 @dataclass
 class Prompts:
-    """Every prompt of a run with the room for its answer.
+    """Every prompt of a run that fits the window with its answer.
 
-    window: tokens that the model holds. cut: task to how many documents have less room than the card gives.
-    overlong: task to the documents that do not fit the window, where --skip-overlong leaves them out.
+    window: tokens that the model holds. model: its name, for sentences.
+    planned: the first answer to each prompt. answers_cut: task to the number of documents whose answers may have fewer
+    tokens than the task's card gives. overlong: task to the documents that do not fit and are left out.
     """
 
-    settings: Settings
+    settings: RunSettings
     checked: Checked
     tokenizer: PreTrainedTokenizerBase
     chat: bool
     thinking: Thinking
     window: int
     model: str
-    planned: list[Planned] = field(default_factory=list)
-    cut: dict[str, int] = field(default_factory=dict)
+    planned: list[PlannedSample] = field(default_factory=list)
+    answers_cut: dict[str, int] = field(default_factory=dict)
     overlong: dict[str, list[int]] = field(default_factory=dict)
 
     def make(self, loaded: Mapping[str, ConfigurableTask]) -> None:
-        """Render and encode the documents of every task."""
+        """Render and encode the documents of every task.
+
+        Raises UserError for a prompt that does not fit, unless --skip-overlong is given, and where none is left.
+        """
         checked = self.checked
         for task in loaded.values():
             for prompt in tasks.prompts(
@@ -84,26 +87,24 @@ class Prompts:
                 "answer: nothing is left to run."
             )
 
-    def in_order(self, repeats: int) -> tuple[Planned, ...]:
-        """All answers to be made: document by document round the tasks, repeat after repeat."""
+    def in_order(self, repeats: int) -> tuple[PlannedSample, ...]:
+        """All answers to be generated: document by document, the tasks taking turns, then the next repeat."""
         once = sorted(self.planned, key=lambda planned: planned.prompt.doc_id)
         return tuple(replace(planned, repeat=repeat) for repeat in range(repeats) for planned in once)
 
     def _add(self, prompt: tasks.Prompt) -> None:
-        limit = self.settings.max_new_tokens
-        card = self.checked.protocol.preset.max_new_tokens or prompt.max_new_tokens
+        limit = self.checked.protocol.answer_limit
         room = self.window - len(prompt.ids)
-        wanted = int(limit) if limit.isdigit() else card
-        allowed = min(wanted, room) if limit == "auto" else wanted
+        allowed = limit.within(room, prompt.max_new_tokens)
         if not 1 <= allowed <= room:
             if not self.settings.skip_overlong:
                 raise UserError(
-                    f"The prompt of {prompt.task}, sample {prompt.doc_id}, has {len(prompt.ids)} tokens; with {wanted} "
-                    f"for the answer that is more than the window of {self.model}, {self.window} tokens "
-                    "(--skip-overlong leaves such samples out)."
+                    f"The prompt of {prompt.task}, sample {prompt.doc_id}, has {len(prompt.ids)} tokens; with "
+                    f"{limit.wanted(prompt.max_new_tokens)} for the answer that is more than the window of "
+                    f"{self.model}, {self.window} tokens (--skip-overlong leaves such samples out)."
                 )
             self.overlong.setdefault(prompt.task, []).append(prompt.doc_id)
             return
-        if allowed < card:
-            self.cut[prompt.task] = self.cut.get(prompt.task, 0) + 1
-        self.planned.append(Planned(prompt, allowed))
+        if allowed < limit.by_card(prompt.max_new_tokens):
+            self.answers_cut[prompt.task] = self.answers_cut.get(prompt.task, 0) + 1
+        self.planned.append(PlannedSample(prompt, allowed))

@@ -7,23 +7,61 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from evictbench import registry
-from evictbench.errors import UserError
-from evictbench.suite.spec import GREEDY, Protocol, Sampling
+from evictbench.errors import UserError, unknown
+from evictbench.suite.spec import GREEDY, Protocol, Question, Sampling, Suite
 
 if TYPE_CHECKING:
-    from evictbench.evaluation.settings import Settings
-    from evictbench.suite.spec import Question, Suite
+    from evictbench.evaluation.settings import RunSettings
 
 Differences = Mapping[str, tuple[Any, Any]]
-"""What differs from the named protocol: name to the value that is used and the protocol's own."""
+"""What differs from the named protocol: name to the value that is used and the protocol's own value."""
+
+RANGES = {
+    "temperature": (0.0, 100.0, "0 (greedy) or more, and at most 100"),
+    "top_p": (0.0, 1.0, "above 0 and up to 1"),
+    "top_k": (0, 2**31, "0 (all tokens) or more"),
+    "min_p": (0.0, 1.0, "between 0 and 1"),
+}
+"""Option to its least value, its largest value, and the two in words."""
+
+
+@dataclass(frozen=True)
+class AnswerLimit:
+    """How many tokens an answer may have: what `--max-new-tokens` and the protocol say together.
+
+    fixed: the number that was given; None for "auto" and "card".
+    preset: the protocol's own limit, which stands in for those of the task cards; None where it has none.
+    shrinks: "auto", which gives an answer less where the window has less room for it.
+    """
+
+    fixed: int | None
+    preset: int | None
+    shrinks: bool
+
+    @property
+    def common(self) -> int | None:
+        """The limit of every task; None where each task's card decides."""
+        return self.fixed or self.preset
+
+    def by_card(self, task_limit: int) -> int:
+        """The limit by the protocol. task_limit: the one on the task's card."""
+        return self.preset or task_limit
+
+    def wanted(self, task_limit: int) -> int:
+        """The limit, whatever room the window has."""
+        return self.fixed or self.by_card(task_limit)
+
+    def within(self, room: int, task_limit: int) -> int:
+        """The limit of an answer for which the window has `room` tokens; more than that where it must not shrink."""
+        wanted = self.wanted(task_limit)
+        return min(wanted, room) if self.shrinks else wanted
 
 
 @dataclass(frozen=True)
 class ChosenProtocol:
-    """A named protocol with the options' changes made, as far as they need no model.
+    """A named protocol with the changes that the options ask for, as far as they need no model.
 
-    tasks: names to prepare, None for the suite's default set. at: the k of pass@k and maj@k.
+    tasks: names to prepare; None for the suite's default set. at: the k of pass@k and maj@k.
     """
 
     name: str
@@ -31,16 +69,17 @@ class ChosenProtocol:
     tasks: tuple[str, ...] | None
     question: Question
     sampling: Sampling
+    answer_limit: AnswerLimit
     repeats: int
     at: int
     differs: Differences
 
 
-def choose(settings: Settings, suite: Suite, tasks: tuple[str, ...] | None) -> ChosenProtocol:
-    """Look up `--protocol` and make the changes that other options ask for; `tasks` are those of --tasks, checked."""
-    known = suite.protocols or {"default": Protocol(source="", tasks=suite.tasks)}
+def choose(settings: RunSettings, suite: Suite, tasks: tuple[str, ...] | None) -> ChosenProtocol:
+    """Look up `--protocol` and make the changes that other options ask for. tasks: those of `--tasks`, checked."""
+    known = suite.all_protocols
     if settings.protocol not in known:
-        raise registry.unknown("protocol", settings.protocol, known, f" of {suite.name}")
+        raise unknown("protocol", settings.protocol, known, f" of {suite.name}")
     preset = known[settings.protocol]
     sampling = _sampling(settings, preset, suite)
     repeats = preset.repeats if settings.repeats is None else settings.repeats
@@ -59,7 +98,7 @@ def choose(settings: Settings, suite: Suite, tasks: tuple[str, ...] | None) -> C
         **{
             name: (value, getattr(preset.sampling, name))
             for name, value in asdict(sampling).items()
-            if name == "temperature" or sampling != GREEDY  # of which there is nothing more to say
+            if name == "temperature" or sampling != GREEDY  # temperature 0 says all there is to say
         },
         "repeats": (repeats, preset.repeats),
     }
@@ -68,8 +107,17 @@ def choose(settings: Settings, suite: Suite, tasks: tuple[str, ...] | None) -> C
     if others:
         differs["tasks"] = (", ".join(others), ", ".join(preset.tasks))
     default = known.get("default", preset)
-    chosen = tasks or (None if preset.tasks == default.tasks else preset.tasks)
-    return ChosenProtocol(settings.protocol, preset, chosen, question, sampling, repeats, at, differs)
+    return ChosenProtocol(
+        name=settings.protocol,
+        preset=preset,
+        tasks=tasks or (None if preset.tasks == default.tasks else preset.tasks),
+        question=question,
+        sampling=sampling,
+        answer_limit=_answer_limit(settings.max_new_tokens, preset),
+        repeats=repeats,
+        at=at,
+        differs=differs,
+    )
 
 
 def in_words(sampling: Sampling) -> str:
@@ -80,13 +128,21 @@ def in_words(sampling: Sampling) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in changed.items())
 
 
-def _sampling(settings: Settings, preset: Protocol, suite: Suite) -> Sampling:
-    """The protocol's sampling with the options' values; at temperature 0 the rest says nothing and is left out."""
+def _answer_limit(given: str, preset: Protocol) -> AnswerLimit:
+    if given in ("auto", "card"):
+        return AnswerLimit(None, preset.max_new_tokens, shrinks=given == "auto")
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise UserError(f"--max-new-tokens takes a number above 0, card or auto, and not {given!r}.")
+    return AnswerLimit(int(given), preset.max_new_tokens, shrinks=False)
+
+
+def _sampling(settings: RunSettings, preset: Protocol, suite: Suite) -> Sampling:
+    """The protocol's sampling with the options' values. At temperature 0 the others have no effect and are left out."""
     given = {name: value for name in asdict(GREEDY) if (value := getattr(settings, name)) is not None}
-    for name, (low, high, words) in RANGES.items():
+    for name, (low, high, range_in_words) in RANGES.items():
         value = given.get(name)
         if value is not None and not (math.isfinite(value) and low <= value <= high):
-            raise UserError(f"--{name.replace('_', '-')} is {value:g}; it has to be {words}.")
+            raise UserError(f"--{name.replace('_', '-')} is {value:g}; it has to be {range_in_words}.")
     if given.get("top_p") == 0:
         raise UserError("--top-p 0 leaves no token to draw: give a number above 0 and up to 1.")
     sampling = replace(preset.sampling, **given)
@@ -101,20 +157,11 @@ def _sampling(settings: Settings, preset: Protocol, suite: Suite) -> Sampling:
     return GREEDY
 
 
-RANGES = {
-    "temperature": (0.0, 100.0, "0 (greedy) or more, and at most 100"),
-    "top_p": (0.0, 1.0, "above 0 and up to 1"),
-    "top_k": (0, 2**31, "0 (all tokens) or more"),
-    "min_p": (0.0, 1.0, "between 0 and 1"),
-}
-"""Option to its least and largest value, and the two in words."""
-
-
 def _own_question(preset: Protocol, suite: Suite) -> Question:
     return "seen" if suite.context_field is None else preset.question or suite.question
 
 
-def _question(settings: Settings, suite: Suite, own: Question) -> Question:
+def _question(settings: RunSettings, suite: Suite, own: Question) -> Question:
     if settings.question == "default":
         return own
     if suite.context_field is None and settings.question == "unseen":

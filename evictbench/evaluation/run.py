@@ -1,4 +1,4 @@
-"""One cell: a model, a suite, a policy and a budget, from settings to a results folder."""
+"""A run: one model on one suite under one policy and budget, from settings to a results folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench.errors import RunFailed, UserError
 from evictbench.evaluation import tasks
-from evictbench.evaluation.plan import Plan, make_plan
-from evictbench.evaluation.prompts import Planned
-from evictbench.evaluation.settings import Settings
-from evictbench.evaluation.thinking import Answer, answer_of
+from evictbench.evaluation.plan import RunPlan, make_plan
+from evictbench.evaluation.prompts import PlannedSample
+from evictbench.evaluation.settings import RunSettings
+from evictbench.evaluation.thinking import Answer, strip_thought
 from evictbench.models import load, machine
+from evictbench.policy.ragged import PagedPolicy
 from evictbench.store import run_folder
 from evictbench.store.summary import repeats_itself, summarise
 
@@ -28,68 +29,71 @@ PROMPT_IDS_KEPT = 65_536
 
 
 class Watcher(Protocol):
-    """Whoever shows a run while it goes on."""
+    """Follows a run, to show it."""
 
     def phase(self, text: str) -> None:
-        """Something begins that takes a while."""
+        """A step begins that takes a while."""
 
-    def planned(self, plan: Plan, finished: int) -> None:
-        """Everything is checked; `finished` of the samples asked for are there from before."""
+    def planned(self, plan: RunPlan, finished: int) -> None:
+        """Everything is checked. finished: how many of the samples asked for were finished before."""
 
     def warn(self, sentence: str) -> None:
-        """Something the user should know."""
+        """There is something that the user should know."""
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
-        """Generation begins, with these sample lines there from before, of `total`."""
+        """Generation begins. finished: lines of the samples finished before. total: the number of samples asked for."""
 
     def sample(self, line: dict[str, Any]) -> None:
         """A sample is finished and on the disk."""
 
 
 class TextGenerator(Protocol):
-    """What makes completions of requests; `evictbench.generation.generator.Generator`, or a test's own."""
+    """Answers requests: `evictbench.generation.generator.Generator`, or what a suite or a test puts in its place."""
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish, in any order."""
+        """Yield completions as they finish, in any order."""
 
 
-MakeGenerator = Callable[[Plan], tuple[TextGenerator, str]]
-"""Loads the model of a plan; gives the generator and the device, in words."""
+MakeGenerator = Callable[[RunPlan], tuple[TextGenerator, str]]
+"""Loads the model of a plan; returns the generator and the device, in words."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. `interrupted`: stopped by Ctrl-C before every sample was done."""
+    """The end of a run. summary: as in summary.json. interrupted: Ctrl-C came before every sample was finished."""
 
-    plan: Plan
+    plan: RunPlan
     summary: dict[str, Any]
     interrupted: bool
 
 
-def run(settings: Settings, watch: Watcher, make_generator: MakeGenerator | None = None) -> Outcome:
-    """Run what is not yet finished of a cell, and summarise all of it. Every finished sample is kept, whatever ends
-    the run. Raises UserError for bad input, RunFailed if a policy saw more than its budget."""
-    return run_plan(make_plan(settings, watch.phase), watch, make_generator)
+def run(settings: RunSettings, watcher: Watcher, make_generator: MakeGenerator | None = None) -> Outcome:
+    """Make the samples that are not finished yet, and summarise all of them.
+
+    Every finished sample is kept, however the run ends. Raises UserError for bad input, and RunFailed if a decode query
+    saw more than the policy's budget.
+    """
+    return run_plan(make_plan(settings, watcher.phase), watcher, make_generator)
 
 
 def run_plan(
-    plan: Plan,
-    watch: Watcher,
+    plan: RunPlan,
+    watcher: Watcher,
     make_generator: MakeGenerator | None = None,
     only: Collection[run_folder.Key] | None = None,
 ) -> Outcome:
-    """The same for a plan that is made, or for some of its samples."""
-    with run_folder.open_run(plan.folder, plan.identity) as folder:
+    """Run a plan: see `run`. only: keys of the samples to make; None for all of the plan's."""
+    with run_folder.open_run(plan.folder, plan.fingerprint) as folder:
         _check_same_prompts(plan, folder)
         wanted = [planned for planned in plan.prompts if only is None or planned.key in only]
         todo = [planned for planned in wanted if planned.key not in folder.samples]
-        watch.planned(plan, len(plan.prompts) - len(todo))
+        watcher.planned(plan, len(plan.prompts) - len(todo))
         for sentence in _warnings(plan):
-            watch.warn(sentence)
+            watcher.warn(sentence)
         interrupted = False
         try:
             if todo:
-                _generate(plan, folder, todo, watch, make_generator or load_generator)
+                _generate(plan, folder, todo, watcher, make_generator or load_generator)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -98,20 +102,21 @@ def run_plan(
     return Outcome(plan, summary, interrupted)
 
 
-def load_model(plan: Plan) -> PreTrainedModel:
-    """Load the weights of a plan's model."""
+def load_model(plan: RunPlan) -> PreTrainedModel:
+    """Load the model of a plan."""
     settings = plan.settings
     return load.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
 
 
-def load_generator(plan: Plan, load: Callable[[Plan], PreTrainedModel] = load_model) -> tuple[TextGenerator, str]:
-    """Load the weights, or ask `load` for the model, and make a generator of it: the engine's, or that of a suite
-    that does not generate text."""
+def load_generator(plan: RunPlan, load: Callable[[RunPlan], PreTrainedModel] = load_model) -> tuple[TextGenerator, str]:
+    """Make a plan's generator, and name its device in words. It is the engine's, or the suite's own where the suite
+    does not generate text. load: returns the plan's model.
+    """
     from evictbench.generation.generator import Generator
 
-    settings, own = plan.settings, plan.checked.suite.generator
-    if own is not None:
-        generator = own(plan, load)
+    settings, suite_generator = plan.settings, plan.checked.suite.generator
+    if suite_generator is not None:
+        generator = suite_generator(plan, load)
         return generator, str(getattr(generator, "device", settings.device))
     model = load(plan)
     engine = Generator(
@@ -124,17 +129,17 @@ def load_generator(plan: Plan, load: Callable[[Plan], PreTrainedModel] = load_mo
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    return engine, machine.device_of(model)
+    return engine, machine.device_names(model)
 
 
 def _generate(
-    plan: Plan,
+    plan: RunPlan,
     folder: run_folder.RunFolder,
-    todo: Sequence[Planned],
-    watch: Watcher,
+    todo: Sequence[PlannedSample],
+    watcher: Watcher,
     make_generator: MakeGenerator,
 ) -> None:
-    watch.phase("loading the weights")
+    watcher.phase("loading the weights")
     generator, device = make_generator(plan)
     session = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -144,10 +149,10 @@ def _generate(
         "batch_size": plan.settings.batch_size,
     }
     for sentence in folder.start_session(session):
-        watch.warn(sentence)
+        watcher.warn(sentence)
     asked = {planned.key for planned in plan.prompts}
     finished = [line for key, line in folder.samples.items() if key in asked]
-    watch.start(finished, len(plan.prompts))
+    watcher.start(finished, len(plan.prompts))
     by_key = {planned.key: planned for planned in todo}
     with closing(_completions(plan, generator, todo)) as completions:
         for completion in completions:
@@ -155,10 +160,12 @@ def _generate(
             _check_occupancy(plan, folder, planned, completion)
             line = _line(plan, planned, completion)
             folder.append(line)
-            watch.sample(line)
+            watcher.sample(line)
 
 
-def _completions(plan: Plan, generator: TextGenerator, todo: Sequence[Planned]) -> Generator[Completion, None, None]:
+def _completions(
+    plan: RunPlan, generator: TextGenerator, todo: Sequence[PlannedSample]
+) -> Generator[Completion, None, None]:
     from evictbench.generation.generator import Request
 
     requests = (
@@ -183,25 +190,25 @@ def _key(completion: Completion) -> run_folder.Key:
     return key
 
 
-def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any]:
+def _line(plan: RunPlan, planned: PlannedSample, completion: Completion) -> dict[str, Any]:
     """The record of one sample. Times in seconds, sizes in bytes."""
     prompt = planned.prompt
-    said, scored = _graded(plan, planned, completion)
+    answer, graded = _graded(plan, planned, completion)
     by_position = getattr(completion, "by_position", None)
     return {
         "task": prompt.task,
         "doc_id": prompt.doc_id,
         "repeat": planned.repeat,
-        "score": scored.score,
-        "metrics": scored.metrics,
+        "score": graded.score,
+        "metrics": graded.metrics,
         **({} if by_position is None else {"by_position": by_position}),
-        "answer": scored.answer,
-        "thinking": said.thought,
+        "answer": graded.answer,
+        "thinking": answer.thought,
         "text": completion.text,
         "tokens": list(completion.tokens),
         "output_tokens": len(completion.tokens),
         "token_limit": planned.max_new_tokens,
-        "truncated": completion.truncated or said.thought == "unclosed",
+        "truncated": completion.truncated or answer.thought == "unclosed",
         "repetition": repeats_itself(completion.tokens),
         "prompt_tokens": len(prompt.ids),
         "border": prompt.border,
@@ -218,28 +225,32 @@ def _line(plan: Plan, planned: Planned, completion: Completion) -> dict[str, Any
     }
 
 
-def _graded(plan: Plan, planned: Planned, completion: Completion) -> tuple[Answer, tasks.Scored]:
-    """What a completion says after its thought, and its grade: the generator's own, where it gives one, or the task's.
-    An unclosed thought is wrong, whatever the task makes of an empty text."""
-    own = getattr(completion, "score", None)
-    if own is not None:
-        said = Answer(completion.text, "none")
-        return said, tasks.Scored(float(own), dict(getattr(completion, "metrics", {})))
+def _graded(plan: RunPlan, planned: PlannedSample, completion: Completion) -> tuple[Answer, tasks.GradedAnswer]:
+    """A completion's answer after its thought, and its grade: by the generator itself where it grades, else by the
+    task. An unclosed thought scores 0, whatever the task makes of an empty text."""
+    own_score = getattr(completion, "score", None)
+    if own_score is not None:
+        metrics = dict(getattr(completion, "metrics", {}))
+        return Answer(completion.text, "none"), tasks.GradedAnswer(float(own_score), metrics)
     prompt = planned.prompt
-    said = answer_of(completion.text, prompt.thinking.opened)
-    scored = tasks.score(plan.tasks[prompt.task], prompt.doc_id, said.text)
-    if said.thought == "unclosed":
-        scored = tasks.Scored(0.0, {**scored.metrics, tasks.METRIC: 0.0}, None if scored.answer is None else "")
-    return said, scored
+    answer = strip_thought(completion.text, prompt.thinking.opened)
+    graded = tasks.score(plan.tasks[prompt.task], prompt.doc_id, answer.text)
+    if answer.thought == "unclosed":
+        metrics = {**graded.metrics, tasks.METRIC: 0.0}
+        graded = tasks.GradedAnswer(0.0, metrics, None if graded.answer is None else "")
+    return answer, graded
 
 
-def _check_occupancy(plan: Plan, folder: run_folder.RunFolder, planned: Planned, completion: Completion) -> None:
+def _check_occupancy(
+    plan: RunPlan, folder: run_folder.RunFolder, planned: PlannedSample, completion: Completion
+) -> None:
+    """Raise RunFailed if a decode query saw more entries than the budget allows."""
     budget = plan.checked.budget
-    if budget is None or not plan.policy.guarded:
+    if budget is None or not plan.policy.enforces_budget:
         return
     allowed = budget.at(planned.compressible, len(planned.prompt.ids) + len(completion.tokens))
-    # Where heads differ the budget is their mean.
-    seen = completion.occupancy_mean if plan.policy.ragged else completion.occupancy_max
+    # Where heads keep different numbers of entries, the budget bounds their mean.
+    seen = completion.occupancy_mean if isinstance(plan.policy, PagedPolicy) else completion.occupancy_max
     if seen > allowed:
         raise RunFailed(
             f"{plan.checked.chosen.label} let a decode query see {seen:g} entries where the budget "
@@ -249,8 +260,8 @@ def _check_occupancy(plan: Plan, folder: run_folder.RunFolder, planned: Planned,
         )
 
 
-def _check_same_prompts(plan: Plan, folder: run_folder.RunFolder) -> None:
-    """Samples from before must have been made from the prompts that this command makes now."""
+def _check_same_prompts(plan: RunPlan, folder: run_folder.RunFolder) -> None:
+    """Raise UserError unless the finished samples were made from the prompts that this command makes now."""
     hashes: dict[tuple[str, int], str] = {}
     for planned in plan.prompts:
         before = folder.samples.get(planned.key)
@@ -267,31 +278,31 @@ def _check_same_prompts(plan: Plan, folder: run_folder.RunFolder) -> None:
             )
 
 
-def _warnings(plan: Plan) -> Iterator[str]:
-    for name, count in plan.cut.items():
+def _warnings(plan: RunPlan) -> Iterator[str]:
+    for name, count in plan.answers_cut.items():
         yield (
             f"{count} of {plan.documents[name]} answers of {name} may be shorter than its card allows "
             f"(--max-new-tokens {plan.settings.max_new_tokens}, window of {plan.model}): not the card's protocol."
         )
     for name, left_out in plan.overlong.items():
         count = len(left_out)
-        of = count + plan.documents[name]
+        total = count + plan.documents[name]
         yield (
-            f"{count} of {of} prompts of {name} do not fit the window of {plan.model} with their answers and are left "
-            "out (--skip-overlong): its score is over the others."
+            f"{count} of {total} prompts of {name} do not fit the window of {plan.model} with their answers and are "
+            "left out (--skip-overlong): its score is over the others."
         )
 
 
-def _summary(plan: Plan, folder: run_folder.RunFolder) -> dict[str, Any]:
+def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
     return {
         "fingerprint": folder.run["fingerprint"],
         "folder": str(folder.path),
-        "identity": plan.identity,
+        "identity": plan.fingerprint,
         "skipped": dict(plan.prepared.skipped),
-        "answers_cut": dict(plan.cut),
+        "answers_cut": dict(plan.answers_cut),
         "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
         "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
         "warnings": list(_warnings(plan)),
-        # From the disk: Ctrl-C may fall between a sample's line and its count.
+        # Read from the disk: Ctrl-C may come between writing a sample's line and counting it.
         **summarise(run_folder.read_samples(folder.path).values(), plan.asked, plan.settings.at),
     }

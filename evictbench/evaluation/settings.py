@@ -1,17 +1,14 @@
-"""The options of a run, and the checks that need no model: names, numbers, words, folders."""
+"""The options of a run, as they were given."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, get_args
 
-if TYPE_CHECKING:
-    pass
-
-
-Prefill = Literal["native", "dense", "bounded"]
+from evictbench.models import bundled
+from evictbench.policy.base import Prefill
 
 CHOICES = {
     "question": ("default", "seen", "unseen"),
@@ -20,11 +17,11 @@ CHOICES = {
     "thinking": ("auto", "on", "off"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
 }
-"""Options that take one word of a few."""
+"""Options that take one word, and the words that each takes."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The options of `evictbench run`, as given. `command()` gives the command line back."""
 
     policy: str
@@ -33,7 +30,7 @@ class Settings:
     tasks: str | None = None
     context: int | None = None
     limit: int | None = None
-    model: str = "smollm2"
+    model: str = bundled.NAME
     weights: str | None = None
     question: str = "default"
     prefill: Prefill = "native"
@@ -59,7 +56,7 @@ class Settings:
     trust_remote_code: bool = False
 
     def command(self, **changes: Any) -> str:
-        """The command that runs these settings, with `changes` made to them; defaults are left out."""
+        """The command line that runs these settings with `changes` made to them. Defaults are left out."""
         changed = replace(self, **changes)
         words = ["evictbench", "run"]
         for field in fields(self):

@@ -1,7 +1,7 @@
-"""A suite's lm-eval tasks, driven by us: documents to prompts of token ids, completions to scores.
+"""A suite's lm-eval tasks without lm-eval's evaluator: documents become prompts of token ids, completions scores.
 
-Text is encoded once and never again. A prompt carries at most one BOS, at its start: a chat template is complete as
-it stands, and only plain text gets what the tokenizer puts in front of text.
+Text is encoded once. A prompt has at most one BOS, at its start: a chat template brings its own, and only plain text
+gets what the tokenizer puts in front of text.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.evaluation.thinking import Thinking
+from evictbench.suite.spec import PreparedSuite, Suite
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks import TaskManager
     from transformers import PreTrainedTokenizerBase
 
-    from evictbench.suite.spec import PreparedSuite, Suite
-
 METRIC, ANSWER = "score", "answer"
+"""The keys of a task's own grading that a run reads: its main metric, and the answer found in the text."""
 
 ENCODED_TOGETHER = 16
 """Prompts encoded at a time, over all cores."""
 
 CHAT_DAY = date(2024, 7, 26)
-"""The day that it is for chat templates that ask, so that a prompt is the same every day."""
+"""The date that chat templates are told, so that a prompt is the same every day."""
 
 FEWSHOT_SEED = 1234
 """lm-eval's own default for drawing examples, where a task has any."""
@@ -44,8 +45,9 @@ NO_THOUGHT = Thinking()
 class Prompt:
     """One document as the model will read it.
 
-    ids: the whole prompt. border: index of the first question token, None where the question is seen.
-    max_new_tokens: the task card's limit. stop: strings that end an answer. thinking: what its answer may begin with.
+    ids: token ids of the whole prompt. border: index of the first question token, None where the question is seen.
+    max_new_tokens: the task card's limit. stop: strings that end an answer. thinking: whether the answer may begin with
+    a thought.
     """
 
     task: str
@@ -58,9 +60,12 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A completion, graded: its score in [0, 1], every metric of the task by name, and, where the task says it, the
-    answer that was found in it ("" for none)."""
+class GradedAnswer:
+    """How a task grades a completion.
+
+    score: in [0, 1]. metrics: every metric of the task by name. answer: the answer found in the text, "" for none;
+    None where the task does not say it.
+    """
 
     score: float
     metrics: dict[str, float]
@@ -68,16 +73,20 @@ class Scored:
 
 
 def load_tasks(suite: Suite, prepared: PreparedSuite) -> dict[str, ConfigurableTask]:
-    """The lm-eval tasks of a prepared suite, in its order; their documents are made here."""
-    from lm_eval.tasks import TaskManager
-
-    # lm-eval tells users of its own command line what they could have passed; here that is noise.
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=str(suite.folder), include_defaults=False, metadata=dict(prepared.metadata))
+    """The lm-eval tasks of a prepared suite, in its order. Their documents are made here."""
+    manager = task_manager(include_path=str(suite.folder), include_defaults=False, metadata=dict(prepared.metadata))
     loaded = manager.load(list(prepared.tasks))["tasks"]
     for task in loaded.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
     return {name: loaded[name] for name in prepared.tasks}
+
+
+def task_manager(**options: Any) -> TaskManager:
+    """lm-eval's TaskManager with these options, silenced: its hints are for users of its own command line."""
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return TaskManager(**options)
 
 
 def version_of(task: ConfigurableTask) -> str:
@@ -86,12 +95,12 @@ def version_of(task: ConfigurableTask) -> str:
 
 
 def uses_chat(task: ConfigurableTask) -> bool:
-    """Whether the task may be put into a chat template: `chat: false` in its YAML metadata says that it never is."""
+    """Whether the task may be put into a chat template; `chat: false` in its YAML metadata rules it out."""
     return (task.config.metadata or {}).get("chat") is not False
 
 
 def token_limit(task: ConfigurableTask) -> int:
-    """The tokens that the task's card allows an answer."""
+    """The number of tokens that the task's card allows an answer."""
     return int((task.config.generation_kwargs or {}).get("max_gen_toks", UNSTATED_LIMIT))
 
 
@@ -106,8 +115,8 @@ def prompts(
 ) -> Iterator[Prompt]:
     """Render and encode a task's first `limit` documents, in the chat template if the task allows it.
 
-    context_field: the doc field whose end is the border; None where the question is seen. thinking: what the chat
-    template does.
+    context_field: the document field at whose end the question begins; None where the question is seen.
+    thinking: how the chat template treats thoughts.
     """
     stop = tuple(text for text in _listed((task.config.generation_kwargs or {}).get("until")) if text)
     if not uses_chat(task):
@@ -136,9 +145,8 @@ def render(
 ) -> str:
     """The whole prompt as text; in the chat template of `tokenizer`, if one is given.
 
-    The answer prefix follows the assistant's header as it is. (Handing it to the template as an unfinished
-    assistant turn would let the template strip it, or put an empty thought before it.) An answer that begins with
-    a thought has none.
+    The answer prefix follows the assistant's header unchanged. (A template that were given it as an unfinished
+    assistant turn might strip it, or put an empty thought before it.) With `thinking` there is no answer prefix.
     """
 
     def in_template(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -168,12 +176,14 @@ def encode(
     prefix: Sequence[int] = (),
     context_ends: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[int], int | None]]:
-    """Encode prompts; with `context_ends`, find the border of each: its first token whose offset begins at or after
-    the end of its context.
+    """Encode prompts: for each, its token ids and its border, the index of the first question token.
 
-    prefix: ids to put in front, unless a text begins with them already. A token that holds the end of the context
-    and the beginning of the question counts as context. (A byte-level tokenizer may leave the blanks before a word
-    out of its offset; at worst that makes a blank at the context's end part of the question.)
+    prefix: ids to put in front, unless a text begins with them already. context_ends: for each text the character at
+    which its context ends; None for prompts without a border.
+    The border is the first token that begins at or after the end of the context: a token that holds the end of the
+    context and the beginning of the question counts as context. (A byte-level tokenizer may leave the blanks before a
+    word out of its offset; at worst that makes a blank at the context's end part of the question.)
+    Raises UserError for a tokenizer that does not give offsets where a border is wanted.
     """
     if context_ends is not None and not tokenizer.is_fast:
         raise UserError(
@@ -190,8 +200,11 @@ def encode(
         yield [*front, *ids], border
 
 
-def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
-    """Filter and grade one completion the way the task says."""
+def score(task: ConfigurableTask, doc_id: int, text: str) -> GradedAnswer:
+    """Filter and grade one completion as the task does.
+
+    Raises RuntimeError for a task whose main metric is missing or not in [0, 1].
+    """
     from lm_eval.api.instance import Instance
 
     doc = task.task_docs[doc_id]
@@ -207,7 +220,7 @@ def score(task: ConfigurableTask, doc_id: int, text: str) -> Scored:
                 metrics.setdefault(name, float(value))
     if METRIC not in metrics or not 0 <= metrics[METRIC] <= 1:
         raise RuntimeError(f"the task {task.task_name} gave no {METRIC} between 0 and 1 but {metrics}")
-    return Scored(metrics[METRIC], metrics, answer)
+    return GradedAnswer(metrics[METRIC], metrics, answer)
 
 
 def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -216,7 +229,7 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _on_chat_day(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template, with its clock stopped. (Templates take data from outside, and no functions.)"""
+    """The tokenizer's chat template, its clock set to CHAT_DAY. (Templates take data from outside, no functions.)"""
     template = str(tokenizer.get_chat_template())
     if "strftime_now" not in template:
         return template
@@ -226,7 +239,7 @@ def _on_chat_day(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What the tokenizer puts in front of plain text: its BOS, or nothing. (`add_bos_token` does not say it.)"""
+    """The ids that the tokenizer puts in front of plain text: its BOS, or none. (`add_bos_token` is no sure sign.)"""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]
     for start in range(len(full) - len(bare) + 1):
@@ -236,17 +249,21 @@ def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def _context_end(text: str, user_text: str, context: str, task: str, doc_id: int) -> int:
-    """Where the context ends in the rendered prompt. Templates may strip the user's turn at both ends."""
-    place = user_text.find(context)
+    """The character at which the context ends in the rendered prompt, whose template may strip the user's turn.
+
+    Raises RuntimeError where the context does not stand in the prompt as it is.
+    """
+    context_start = user_text.find(context)
     blanks = len(user_text) - len(user_text.lstrip())
     for turn, cut in ((user_text, 0), (user_text.strip(), blanks)):
         start = text.rfind(turn)
-        if place >= 0 and start >= 0:
-            return start + min(max(place + len(context) - cut, 0), len(turn))
+        if context_start >= 0 and start >= 0:
+            return start + min(max(context_start + len(context) - cut, 0), len(turn))
     raise RuntimeError(f"the context of {task}, sample {doc_id}, is not in its prompt as it stands in the document")
 
 
 def _listed(value: Any) -> list[str]:
+    """A list from None, a string or a list."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else list(value)

@@ -1,4 +1,4 @@
-"""Thinking models: the chat template's own switch, and the answer apart from the thought before it."""
+"""Thinking models: the chat template's switch for thoughts, and the answer without the thought before it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
 OPEN, CLOSE = "<think>", "</think>"
 
 SWITCHES = ("enable_thinking", "thinking")
-"""What templates call their switch: Qwen3, SmolLM3 and GLM the first, DeepSeek and Granite the second."""
+"""The variables that templates switch by: Qwen3, SmolLM3 and GLM the first, DeepSeek and Granite the second."""
 
 PROBE = "A question."
+"""A user's turn to render a template with, to see what the template puts around it."""
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """Whether answers may begin with a thought, and whether the prompt itself opens it."""
+    """on: whether answers may begin with a thought. opened: whether the prompt itself opens that thought."""
 
     on: bool = False
     opened: bool = False
@@ -28,15 +29,17 @@ class Thinking:
 
 @dataclass(frozen=True)
 class Answer:
-    """What is graded of a completion, and what became of its thought; of an unclosed one, nothing is graded."""
+    """The text of a completion that is graded, and the state of its thought. An unclosed thought leaves no text."""
 
     text: str
     thought: Literal["none", "closed", "unclosed"]
 
 
-def answer_of(text: str, opened: bool) -> Answer:
-    """What follows the last </think>, without the blanks before it. A thought opened after that, or by the prompt
-    (`opened`) and never closed, leaves no answer."""
+def strip_thought(text: str, opened: bool) -> Answer:
+    """The answer: what follows the last </think>, without leading blanks.
+
+    opened: whether the prompt has opened a thought. A thought that never closes leaves no answer.
+    """
     close, start = text.rfind(CLOSE), text.rfind(OPEN)
     if start > close or (close < 0 and opened):
         return Answer("", "unclosed")
@@ -45,56 +48,57 @@ def answer_of(text: str, opened: bool) -> Answer:
     return Answer(text[close + len(CLOSE) :].lstrip(), "closed")
 
 
-def default(tokenizer: PreTrainedTokenizerBase) -> Thinking:
-    """What the tokenizer's chat template does when nothing is said."""
+def template_default(tokenizer: PreTrainedTokenizerBase) -> Thinking:
+    """How the tokenizer's chat template treats thoughts by its own default."""
     template = str(tokenizer.get_chat_template())
     return _state(tokenizer, template, _switch(tokenizer, template))
 
 
-def settle(tokenizer: PreTrainedTokenizerBase, wanted: str, model: str) -> Thinking:
-    """Set the switch of the tokenizer's chat template as `wanted` ("on", "off"; "auto" leaves the template's default)
-    and say what its prompts then do. UserError where the template cannot do it.
+def set_switch(tokenizer: PreTrainedTokenizerBase, wanted: str, model: str) -> Thinking:
+    """Set the switch in the tokenizer's chat template, and return how the template then treats thoughts.
 
-    The switch is set inside the template, so that whoever measures or renders a prompt with this tokenizer gets the
-    same one.
+    wanted: "on", "off", or "auto" for the template's default. model: its name, for sentences.
+    The template itself is changed, so that everyone who measures or renders a prompt with this tokenizer gets the same
+    prompt. Raises UserError where the template has no such switch, or the tokenizer drops </think> from its text.
     """
     template = str(tokenizer.get_chat_template())
     switch = _switch(tokenizer, template)
     default = _state(tokenizer, template, switch)
     if wanted == "auto":
-        found = default
+        thinking = default
     elif switch is not None:
         value = "true" if wanted == "on" else "false"
         # The plus keeps the template's own first line break.
         tokenizer.chat_template = f"{{% set {switch} = {value} +%}}{template}"
-        found = Thinking(wanted == "on", opened=_opens(_tail(tokenizer)))
+        thinking = Thinking(wanted == "on", opened=_opens(_tail(tokenizer)))
     elif wanted == "on" and not default.on:
         raise UserError(f"The chat template of {model} has no switch for thinking: leave out --thinking on.")
     elif wanted == "off" and default.opened:
         raise UserError(f"The chat template of {model} opens a thought and has no switch: leave out --thinking off.")
     else:
-        found = Thinking(wanted == "on", default.opened)
-    if found.on and CLOSE in tokenizer.all_special_tokens:
+        thinking = Thinking(wanted == "on", default.opened)
+    if thinking.on and CLOSE in tokenizer.all_special_tokens:
         raise UserError(
             f"The tokenizer of {model} leaves {CLOSE} out of its text, so answers cannot be told from thoughts: "
             "use --thinking off."
         )
-    return found
+    return thinking
 
 
 def _state(tokenizer: PreTrainedTokenizerBase, template: str, switch: str | None) -> Thinking:
-    """What the template does when nothing is said."""
+    """How the template treats thoughts by its own default. switch: its variable, None where it has none."""
     tail = _tail(tokenizer)
     if _opens(tail):
         return Thinking(on=True, opened=True)
-    if CLOSE in tail:  # an empty thought: none is wanted
+    if CLOSE in tail:  # an empty thought: the model is told not to think
         return Thinking()
     if switch is not None:
         return Thinking(on=_render(tokenizer) == _render(tokenizer, **{switch: True}))
-    return Thinking(on=CLOSE in template)  # it takes thoughts out of earlier turns: its model has them
+    return Thinking(on=CLOSE in template)  # a template that removes thoughts from earlier turns is a thinking model's
 
 
 def _switch(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """The template's variable that switches thoughts; None where it has none."""
     for name in SWITCHES:
         if name in template and _render(tokenizer, **{name: True}) != _render(tokenizer, **{name: False}):
             return name
@@ -102,11 +106,12 @@ def _switch(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
 
 
 def _opens(tail: str) -> bool:
+    """Whether a prompt's end leaves a thought open."""
     return tail.rfind(OPEN) > tail.rfind(CLOSE)
 
 
 def _tail(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a prompt has after the user's text."""
+    """What the template puts behind the user's text."""
     return _render(tokenizer).rpartition(PROBE)[2]
 
 

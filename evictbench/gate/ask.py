@@ -1,8 +1,8 @@
-"""What a gate asks of runs: do they still hold.
+"""The questions of a gate.
 
-    --published         is what a paper reports of a policy found here, as a share of the full cache's score?
-    --baseline          for code that is meant to change a result: has a score dropped, or a cost risen?
-    --baseline --exact  for code that is not: is every result the same?
+    --published         does a policy keep the share of the full cache's score that a paper reports?
+    --baseline          for code that may change results: has a score dropped, or a cost risen?
+    --baseline --exact  for code that may not: is every result the same?
 
 Exit code 0: passed. 1: something fails. 2: the runs cannot be used, and a sentence says why.
 """
@@ -14,27 +14,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.gate.finding import Finding, Request
+from evictbench.gate import cells, latency
+from evictbench.gate.baseline import above_full, against_baseline
+from evictbench.gate.exact import against_itself
+from evictbench.gate.finding import Finding, GateRequest
+from evictbench.store.frame import read_results
+from evictbench.store.run_folder import RUN
+from evictbench.store.select import choose, wanted_values
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def findings(request: Request, phase: Callable[[str], None] = lambda _: None) -> list[Finding]:
-    """Everything that the request asks; UserError where the runs cannot be used for it. `phase` hears what takes a
-    while."""
-    found = [*_against_baseline(request, phase), *_against_papers(request, phase)]
-    if not found:
+def findings(request: GateRequest, phase: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """The findings of everything that the request asks.
+
+    phase: called with a few words before each step that takes a while. Raises UserError if the runs cannot be used.
+    """
+    answers = [*_against_baseline(request, phase), *_against_papers(request, phase)]
+    if not answers:
         raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
-    return found
+    return answers
 
 
-def _against_baseline(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
+def _against_baseline(request: GateRequest, phase: Callable[[str], None]) -> Iterator[Finding]:
     baseline = request.baseline
     if baseline is None:
         return
-    from evictbench.gate import cells, latency
-
     if not baseline.is_dir():
         raise UserError(f"There is no baseline {baseline}: make one with evictbench run --out, and keep it.")
     cells.folders_apart(request.folder, baseline)
@@ -54,47 +60,36 @@ def _against_baseline(request: Request, phase: Callable[[str], None]) -> Iterato
         yield from latency.against_traces(traces, other_traces, request.latency_tolerance)
 
 
-def _runs_against(request: Request, baseline: Path, phase: Callable[[str], None]) -> Iterator[Finding]:
-    from evictbench.gate import cells
-    from evictbench.gate.baseline import above_full, against_baseline
-    from evictbench.gate.exact import against_itself
-
+def _runs_against(request: GateRequest, baseline: Path, phase: Callable[[str], None]) -> Iterator[Finding]:
     here, there = _chosen(request, request.folder, phase), _chosen(request, baseline, phase)
     phase(f"comparing them with those in {baseline}")
-    found = cells.pairs(here, there, exact=request.exact, in_common=request.paired)
+    pairs = cells.pairs(here, there, exact=request.exact, in_common=request.paired)
     if request.exact:
-        yield from against_itself(found)
+        yield from against_itself(pairs)
     else:
-        yield from against_baseline(found, request.tolerance)
-        yield from above_full([pair.here for pair in found], here)
+        yield from against_baseline(pairs, request.tolerance)
+        yield from above_full([pair.here for pair in pairs], here)
 
 
-def _against_papers(request: Request, phase: Callable[[str], None]) -> Iterator[Finding]:
-    """Of the cells asked for; the full cache's beside them is taken whether it is asked for or not."""
+def _against_papers(request: GateRequest, phase: Callable[[str], None]) -> Iterator[Finding]:
+    """Findings about the chosen cells. The full cache's runs beside them are used whether or not they are chosen."""
     if not request.published:
         return
-    from evictbench.gate.cells import cells_of
     from evictbench.gate.published import against_published
     from evictbench.store.published import read_published
-    from evictbench.store.select import asked
 
-    cells = {cell.name for cell in cells_of(_chosen(request, request.folder, phase))}
-    suites = asked(request.filters).get("suite")
+    names = {cell.name for cell in cells.cells_of(_chosen(request, request.folder, phase))}
+    suites = wanted_values(request.filters).get("suite")
     phase("comparing them with the numbers of papers")
     for finding in against_published(request.folder, read_published(), request.tolerance):
-        if finding.cell in cells and (suites is None or finding.suite in suites):
+        if finding.cell in names and (suites is None or finding.suite in suites):
             yield finding
 
 
-def _chosen(request: Request, folder: Path, phase: Callable[[str], None]) -> pd.DataFrame:
+def _chosen(request: GateRequest, folder: Path, phase: Callable[[str], None]) -> pd.DataFrame:
     phase(f"reading the runs in {folder}")
-    from evictbench.store.frame import read_results
-    from evictbench.store.select import asked, choose
-
-    return choose(read_results(folder, text=False), asked(request.filters))
+    return choose(read_results(folder, text=False), wanted_values(request.filters))
 
 
 def _holds_runs(folder: Path) -> bool:
-    from evictbench.store.run_folder import RUN
-
     return next(folder.rglob(RUN), None) is not None

@@ -1,9 +1,9 @@
 """Runs against a baseline that they may differ from: has a score dropped, or a cost risen, by more than chance?
 
-One question per cell, over all of its documents, tasks weighing alike; Holm's correction over the cells of the gate.
-A score fails on the sign-flip test of "it is more than the tolerance below". A cost fails where its mean has risen
-beyond its tolerance and more documents than chance would have it are above: documents whose prompts and answers are as
-long in both, if there are any, for a longer answer is no worse cache.
+Each cell is one question over all of its documents, tasks weigh alike, and p is Holm's over the cells of the gate. A
+score fails if the sign-flip test of "it has dropped by more than the tolerance" is significant. A cost fails if its
+mean has risen beyond its tolerance and significantly more documents rose than fell. Costs are compared on the samples
+whose prompts and answers are as long in both, if there are any, because a longer answer needs a larger cache.
 """
 
 from __future__ import annotations
@@ -30,35 +30,36 @@ from evictbench.gate.tolerances import (
 )
 from evictbench.stats.intervals import holm
 from evictbench.stats.paired import Difference, Documents, difference
+from evictbench.stats.power import effective_documents, smallest_difference
+from evictbench.store.select import FULL, comparable
 
 if TYPE_CHECKING:
     import pandas as pd
 
 COSTS = {"occupancy": ("occupancy_mean", OCCUPANCY_TOLERANCE), "bytes": ("cache_bytes", BYTES_TOLERANCE)}
-"""Quantities that may not rise: their columns, and the share that is let pass."""
+"""The costs: their columns, and the rise that passes, as a share."""
 
 ROUNDING = 6
-"""Digits after the point of an occupancy that are compared."""
+"""Decimals of a cost that are compared."""
 
 
-def against_baseline(found: Sequence[Pair], tolerance: float = TOLERANCE) -> list[Finding]:
-    """Scores, then what the budgeted cells hold.
+def against_baseline(pairs: Sequence[Pair], tolerance: float = TOLERANCE) -> list[Finding]:
+    """A finding about the score of each cell, then about the costs of each cell with a budget.
 
-    Raises UserError where a cell has so few documents that no drop could be found: the gate could not fail.
+    tolerance: the drop in score, in [0, 1], that passes. Raises UserError if a cell has so few documents that no drop
+    could be significant, so that the gate could not fail.
     """
-    _enough(found)
-    return [*_scores(found, tolerance), *_costs([pair for pair in found if pair.here.budgeted])]
+    _enough(pairs)
+    return [*_scores(pairs, tolerance), *_costs([pair for pair in pairs if pair.here.budgeted])]
 
 
 def above_full(cells: Sequence[Cell], samples: pd.DataFrame) -> list[Finding]:
     """A warning for each cell whose score is significantly above the full cache's on the same documents."""
-    from evictbench.store.select import comparable
-
     group = comparable(samples).groupby(samples["fingerprint"].astype(str)).first().to_dict()
     groups = [group[str(cell.about["fingerprint"])] for cell in cells]
     full: dict[int, dict[tuple[str, int], float]] = {}
     for cell, number in zip(cells, groups, strict=True):
-        if cell.about["policy_name"] == "full":
+        if cell.about["policy_name"] == FULL:
             full.setdefault(number, {}).update(documents(cell.samples, "score"))
     compared = []
     for cell, number in zip(cells, groups, strict=True):
@@ -79,39 +80,13 @@ def above_full(cells: Sequence[Cell], samples: pd.DataFrame) -> list[Finding]:
     return findings
 
 
-def _scores(found: Sequence[Pair], tolerance: float) -> list[Finding]:
-    sides = [(pair.documents("score", "here"), pair.documents("score", "there")) for pair in found]
-    apart = [_apart(here, there) for here, there in sides]
-    adjusted = holm([one.p_below(tolerance) for one in apart])
-    findings = []
-    for pair, (here, there), one, p in zip(found, sides, apart, adjusted, strict=True):
-        failed = p < SCORE_LEVEL
-        finds = smallest_found(one, tolerance, len(found))
-        if failed:
-            why = (
-                f"The score has dropped by {-100 * one.value:.1f} points on the same {one.documents} documents, "
-                f"significantly more than the {100 * tolerance:g} that are let pass."
-            )
-        else:
-            why = f"No drop beyond {100 * tolerance:g} points is shown"
-            why += (
-                "; no score differs."
-                if finds is None
-                else f"; with these documents one of {100 * finds:.1f} would be in {100 * POWER:.0f} of 100 cases."
-            )
-        finding = _finding("failed" if failed else "passed", pair.here, "score", here, there, one, p, why)
-        findings.append(replace(finding, finds=finds))
-    return findings
-
-
 def smallest_found(apart: Difference, tolerance: float = TOLERANCE, cells: int = 1) -> float | None:
-    """The true drop in score that a gate over so many cells fails on with probability `POWER`, at the spread that the
-    documents' differences have; None where nothing differs, so that the spread of a change is not known.
+    """The true drop in score on which a gate fails with probability `POWER`; None if no document differs, because then
+    the spread of a change is not known.
 
-    Right-or-wrong scores that drop by d differ in a share of d at least: their spread is no less than that gives.
+    apart: the differences, whose spread is used. cells: how many the gate compares. Right-or-wrong scores that drop by
+    d differ in a share of d at least, so their spread is taken to be no less than that gives.
     """
-    from evictbench.stats.power import effective_documents
-
     if not apart.wins and not apart.losses:
         return None
     effect = _smallest_effect(effective_documents([len(task) for task in apart.by_task]), SCORE_LEVEL / cells)
@@ -123,16 +98,39 @@ def smallest_found(apart: Difference, tolerance: float = TOLERANCE, cells: int =
     return drop
 
 
+def _scores(pairs: Sequence[Pair], tolerance: float) -> list[Finding]:
+    sides = [(pair.documents("score", "here"), pair.documents("score", "there")) for pair in pairs]
+    changes = [_apart(here, there) for here, there in sides]
+    adjusted = holm([change.p_below(tolerance) for change in changes])
+    findings = []
+    for pair, (here, there), change, p in zip(pairs, sides, changes, adjusted, strict=True):
+        failed = p < SCORE_LEVEL
+        finds = smallest_found(change, tolerance, len(pairs))
+        if failed:
+            why = (
+                f"The score has dropped by {-100 * change.value:.1f} points on the same {change.documents} documents, "
+                f"significantly more than the {100 * tolerance:g} that are let pass."
+            )
+        else:
+            why = f"No drop beyond {100 * tolerance:g} points is shown"
+            why += (
+                "; no score differs."
+                if finds is None
+                else f"; with these documents one of {100 * finds:.1f} would be in {100 * POWER:.0f} of 100 cases."
+            )
+        finding = _finding("failed" if failed else "passed", pair.here, "score", here, there, change, p, why)
+        findings.append(replace(finding, finds=finds))
+    return findings
+
+
 @cache
 def _smallest_effect(documents: int, level: float) -> float:
-    """The same above the tolerance, in standard deviations."""
-    from evictbench.stats.power import smallest_difference
-
+    """The smallest drop beyond the tolerance that is found with probability `POWER`, in standard deviations."""
     return smallest_difference(documents, 1.0, POWER, level, one_sided=True)
 
 
-def _costs(found: Sequence[Pair]) -> list[Finding]:
-    asked = [(pair, name, *_cost(pair, column)) for pair in found for name, (column, _) in COSTS.items()]
+def _costs(pairs: Sequence[Pair]) -> list[Finding]:
+    asked = [(pair, name, *_cost(pair, column)) for pair in pairs for name, (column, _) in COSTS.items()]
     adjusted = holm([_p_above(apart) for *_, apart in asked])
     findings = []
     for (pair, name, here, there, apart), p in zip(asked, adjusted, strict=True):
@@ -152,7 +150,7 @@ def _costs(found: Sequence[Pair]) -> list[Finding]:
 
 
 def _cost(pair: Pair, column: str) -> tuple[Documents, Documents, Difference]:
-    """A column of both, and their difference: on the samples that are as long in both, if there are any."""
+    """A column's document means on both sides, and their difference; only samples as long in both, if there are any."""
     samples = pair.samples
     alike = (samples["prompt_tokens_here"] == samples["prompt_tokens_there"]) & (
         samples["output_tokens_here"] == samples["output_tokens_there"]
@@ -171,20 +169,20 @@ def _p_above(apart: Difference) -> float:
 
 
 def _apart(here: Documents, there: Documents) -> Difference:
-    found = difference(here, there)
-    assert found is not None  # pairs have a document in common
-    return found
+    change = difference(here, there)
+    assert change is not None  # pairs have a document in common
+    return change
 
 
-def _enough(found: Sequence[Pair]) -> None:
-    """UserError for a cell of which not even a drop of every document would be significant."""
-    least = math.floor(math.log2(len(found) / SCORE_LEVEL)) + 1  # so many flips are all heads once in that many cases
-    for pair in found:
+def _enough(pairs: Sequence[Pair]) -> None:
+    """Raise UserError for a cell in which not even a drop of every document would be significant."""
+    least = math.floor(math.log2(len(pairs) / SCORE_LEVEL)) + 1  # so many flips are all heads once in that many cases
+    for pair in pairs:
         count = len(pair.documents("score", "here"))
         if count < least:
             raise UserError(
                 f"{pair.here.name} on {pair.here.suite} has {count} document{'s' if count > 1 else ''} to compare, and "
-                f"a drop cannot be shown with fewer than {least} where {len(found)} cells are gated at once."
+                f"a drop cannot be shown with fewer than {least} where {len(pairs)} cells are gated at once."
             )
 
 

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.store.frame import KEY
-from evictbench.store.select import BUDGETED, SHARED, said
+from evictbench.store.select import BUDGETED, SHARED, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from evictbench.stats.paired import Documents
 
-TOLD_APART = tuple(name for name in ("model", *SHARED, *BUDGETED) if name not in ("weights", "results_version"))
+ALIKE = tuple(name for name in SHARED if name not in ("weights", "results_version"))
+"""Columns in which a cell and its counterpart must be alike. Weights and results versions have rules of their own."""
+
+TOLD_APART = ("model", *ALIKE, *BUDGETED)
 """Columns that are named where a folder has several cells of one policy, budget and suite."""
 
 
@@ -37,19 +40,20 @@ class Cell:
 
     @property
     def budgeted(self) -> bool:
-        """Whether it has a budget."""
-        return said(self.about["budget"]) != "none"
+        """Whether the cell has a budget."""
+        return text_of(self.about["budget"]) != "none"
 
     @property
     def task(self) -> str:
-        """Its task, or "mean" of several."""
+        """The cell's task, or "mean" if it has several."""
         tasks = self.samples["task"].astype(str).unique()
         return str(tasks[0]) if len(tasks) == 1 else "mean"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A cell and its counterpart. samples: those that both have, a column of each as <name>_here and <name>_there."""
+    """A cell of the runs and its counterpart in the baseline. samples: the samples of both, with the columns of each
+    as <name>_here and <name>_there."""
 
     here: Cell
     there: Cell
@@ -62,54 +66,62 @@ class Pair:
 
 def documents(samples: pd.DataFrame, column: str) -> dict[tuple[str, int], float]:
     """(task, doc_id): the mean of a column over its repeats."""
-    found: dict[tuple[str, int], list[float]] = {}
+    values_of: dict[tuple[str, int], list[float]] = {}
     rows = zip(*(samples[name].tolist() for name in ("task", "doc_id", column)), strict=True)
     for task, doc_id, value in rows:
-        found.setdefault((task, doc_id), []).append(float(value))
-    return {key: fmean(values) for key, values in found.items()}
+        values_of.setdefault((task, doc_id), []).append(float(value))
+    return {key: fmean(values) for key, values in values_of.items()}
 
 
-def named(policy: object, budget: object) -> str:
-    """A cell in a word: "h2o @ 256", "full"."""
-    return str(policy) if said(budget) == "none" else f"{policy} @ {budget}"
+def cell_name(policy: object, budget: object) -> str:
+    """The name of a cell: "h2o @ 256", "full"."""
+    return str(policy) if text_of(budget) == "none" else f"{policy} @ {budget}"
 
 
 def cells_of(samples: pd.DataFrame) -> list[Cell]:
-    """Every cell of a folder. Two copies of a run are one."""
+    """Every cell of a folder. Two copies of a run are one cell."""
     runs = samples.drop_duplicates("fingerprint")
-    found = []
+    cells = []
     for mark, part in samples.groupby(samples["fingerprint"].astype(str), sort=False):
         about = runs[runs["fingerprint"].astype(str) == mark].iloc[0].to_dict()
         same = runs[(runs["suite"] == about["suite"]) & (runs["policy"] == about["policy"])]
-        same = same[[said(budget) == said(about["budget"]) for budget in same["budget"]]]
-        apart = [name for name in TOLD_APART if len({said(value) for value in same[name]}) > 1]
-        suite = ", ".join([str(about["suite"]), *(f"{name} {said(about[name])}" for name in apart)])
-        found.append(Cell(named(about["policy"], about["budget"]), suite, about, part))
-    return found
+        same = same[[text_of(budget) == text_of(about["budget"]) for budget in same["budget"]]]
+        differing = [name for name in TOLD_APART if len({text_of(value) for value in same[name]}) > 1]
+        suite = ", ".join([str(about["suite"]), *(f"{name} {text_of(about[name])}" for name in differing)])
+        cells.append(Cell(cell_name(about["policy"], about["budget"]), suite, about, part))
+    return cells
 
 
 def pairs(here: pd.DataFrame, there: pd.DataFrame, *, exact: bool = False, in_common: bool = False) -> list[Pair]:
-    """Every cell of the runs with that of the baseline that was made in the same way; both frames from `read_results`.
+    """Every cell of the runs with the cell of the baseline that was made in the same way.
 
-    exact: versions of results must be the same too. in_common: keep the samples that both have, and not insist that
-    they are the same. Raises UserError for a cell that has no counterpart, and says what differs.
+    here, there: frames from `read_results`, of the runs and of the baseline. exact: results versions must be equal too.
+    in_common: compare the samples that both have, even if one has more. Raises UserError, saying what differs, for a
+    cell without a counterpart.
     """
     ours, theirs = cells_of(here), cells_of(there)
-    found: list[Pair] = []
+    matched: list[Pair] = []
     used: set[str] = set()
     for cell in ours:
         other = _counterpart(cell, theirs, exact)
         if str(other.about["fingerprint"]) in used:
             raise UserError(f"Two of the runs are {cell.name} on {cell.suite}: take one with --where or in a folder.")
         used.add(str(other.about["fingerprint"]))
-        found.append(Pair(cell, other, _side_by_side(cell, other, in_common)))
+        matched.append(Pair(cell, other, _side_by_side(cell, other, in_common)))
     for cell in theirs:
         if str(cell.about["fingerprint"]) not in used:
             raise UserError(
                 f"The baseline has {cell.name} on {cell.suite}, and the runs have not: run it, or leave it out with "
                 "--policy, --budget, --suite or --where."
             )
-    return found
+    return matched
+
+
+def folders_apart(here: Path, there: Path) -> None:
+    """Raise UserError if one folder is the other or is in it: runs compared with themselves always pass."""
+    first, second = here.resolve(), there.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise UserError(f"The runs in {here} and the baseline in {there} are the same or one in the other.")
 
 
 def _counterpart(cell: Cell, theirs: Sequence[Cell], exact: bool) -> Cell:
@@ -142,21 +154,19 @@ def _counterpart(cell: Cell, theirs: Sequence[Cell], exact: bool) -> Cell:
 
 
 def _differences(cell: Cell, other: Cell, exact: bool) -> Iterator[str]:
-    """What tells two runs apart that must be alike, in words."""
+    """A sentence about each difference between two cells that were to be made in the same way."""
     mine, their = cell.about, other.about
-    if said(mine["weights"]) != said(their["weights"]):
-        models = said(mine["model"]), said(their["model"])
+    if text_of(mine["weights"]) != text_of(their["weights"]):
+        models = text_of(mine["model"]), text_of(their["model"])
         yield (
             f"the model is {models[0]} here and {models[1]} there"
             if models[0] != models[1]
             else f"the weights of {models[0]} are not the same"
         )
-    elif said(mine["weights"]) == "none" and mine["model"] != their["model"]:
+    elif text_of(mine["weights"]) == "none" and mine["model"] != their["model"]:
         yield f"the model is {mine['model']} here and {their['model']} there"
-    columns = [name for name in SHARED if name not in ("weights", "results_version")]
-    columns += [*(BUDGETED if cell.budgeted else ()), *(["results_version"] if exact else [])]
-    for name in columns:
-        values = said(mine[name]), said(their[name])
+    for name in (*ALIKE, *(BUDGETED if cell.budgeted else ()), *(["results_version"] if exact else [])):
+        values = text_of(mine[name]), text_of(their[name])
         if values[0] != values[1]:
             yield f"{name} is {values[0]} here and {values[1]} there"
     data = [json.loads(str(about["data"])) for about in (mine, their)]
@@ -193,10 +203,3 @@ def _side_by_side(here: Cell, there: Cell, in_common: bool) -> pd.DataFrame:
                 "than in the baseline, so they are not the same samples."
             )
     return both
-
-
-def folders_apart(here: Path, there: Path) -> None:
-    """UserError where one folder is, or is in, the other: runs held against themselves always pass."""
-    first, second = here.resolve(), there.resolve()
-    if first == second or first in second.parents or second in first.parents:
-        raise UserError(f"The runs in {here} and the baseline in {there} are the same or one in the other.")

@@ -1,8 +1,7 @@
 """Runs against a baseline that they must equal: for code that is not meant to change a result.
 
 Any change fails, up or down, that is more than the rounding of another machine's sums: in the KL of a text or of a
-stretch of it, where the samples are compared with the full cache; in token ids, where they are generated; in mean
-occupancy.
+stretch of it, if the samples are compared with the full cache; in token ids, if they are generated; in mean occupancy.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from evictbench.gate.cells import Cell, Pair
 from evictbench.gate.finding import Finding
 from evictbench.gate.tolerances import EXACT_IDS, EXACT_KL, EXACT_OCCUPANCY
 from evictbench.store import run_folder
-from evictbench.store.select import said
+from evictbench.store.select import text_of
 
 Line = Mapping[str, Any]
 Lines = Mapping[run_folder.Key, Line]
@@ -25,16 +24,19 @@ Lines = Mapping[run_folder.Key, Line]
 DTYPE = "float32"
 
 
-def against_itself(found: Sequence[Pair]) -> list[Finding]:
-    """KL and agreement, or token ids, and occupancy of every cell. Raises UserError for runs that are not float32."""
-    for pair in found:
+def against_itself(pairs: Sequence[Pair]) -> list[Finding]:
+    """Findings about the KL and agreement, or token ids, and the occupancy of every cell.
+
+    Raises UserError for runs that are not float32.
+    """
+    for pair in pairs:
         for cell in (pair.here, pair.there):
-            if said(cell.about["dtype"]) != DTYPE:
+            if text_of(cell.about["dtype"]) != DTYPE:
                 raise UserError(
                     f"{cell.name} on {cell.suite} was made in {cell.about['dtype']}, in which no two runs need be "
                     f"equal: --exact takes runs with --dtype {DTYPE}."
                 )
-    return [finding for pair in found for finding in _of_pair(pair)]
+    return [finding for pair in pairs for finding in _of_pair(pair)]
 
 
 def _of_pair(pair: Pair) -> Iterator[Finding]:
@@ -50,11 +52,11 @@ def _of_pair(pair: Pair) -> Iterator[Finding]:
 
 
 def _lines(cell: Cell, keys: Sequence[run_folder.Key]) -> Lines:
-    found: dict[run_folder.Key, Line] = {}
+    lines: dict[run_folder.Key, Line] = {}
     for folder in cell.samples["folder"].astype(str).unique():
         for key, line in run_folder.read_samples(Path(folder)).items():
-            found.setdefault(key, line)
-    return {key: found[key] for key in keys}
+            lines.setdefault(key, line)
+    return {key: lines[key] for key in keys}
 
 
 def _kl(pair: Pair, here: Lines, there: Lines) -> Finding:
@@ -82,16 +84,18 @@ def _kl(pair: Pair, here: Lines, there: Lines) -> Finding:
 
 def _pieces(line: Line) -> dict[str, float]:
     """The KL of a text and of its parts, each with its name in a sentence."""
-    found = {
+    parts = {
         "the whole text" if name == "kl" else name: value for name, value in line["metrics"].items() if name[:2] == "kl"
     }
     stretches = line.get("by_position", {}).get("kl", ())
-    return found | {f"stretch {number} (of 32 tokens)": value for number, value in enumerate(stretches)}
+    return parts | {f"stretch {number} (of 32 tokens)": value for number, value in enumerate(stretches)}
 
 
 def _ids(pair: Pair, here: Lines, there: Lines) -> Finding:
-    """The token ids of what was generated; of a text that was fed, at how many tokens the likeliest is the full
-    cache's; of choices, what their choice scores."""
+    """A finding about the share of samples that have the same score and, unless the text was fed, the same token ids.
+
+    The score of a text that was fed is its agreement with the full cache; the score of choices is that of the choice.
+    """
     fed = all("agreement" in line["metrics"] for side in (here, there) for line in side.values())
     for key, line in () if fed else here.items():
         if "tokens" not in line or "tokens" not in there[key]:
@@ -114,7 +118,7 @@ def _alike(first: Line, second: Line, fed: bool) -> bool:
 
 
 def _occupancy(pair: Pair, here: Lines, there: Lines) -> Finding:
-    """Mean occupancy, of those samples that are as long in both: a longer answer fills more."""
+    """A finding about the mean occupancy of samples with answers as long in both, since longer answers fill more."""
     keys = [key for key, line in here.items() if line["output_tokens"] == there[key]["output_tokens"]] or list(here)
     means = [fmean(side[key]["occupancy_mean"] for key in keys) for side in (here, there)]
     apart = means[0] - means[1]

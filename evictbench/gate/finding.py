@@ -1,19 +1,37 @@
-"""What a gate says: findings, and what it was asked."""
+"""What a gate is asked, and the findings that it answers with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from evictbench.gate.tolerances import LATENCY_TOLERANCE, TOLERANCE
 from evictbench.store.select import ALL, Filters
 
-if TYPE_CHECKING:
-    pass
-
-
 Status = Literal["passed", "failed", "warning", "reproduced", "below", "above", "not comparable", "too few samples"]
+
+
+@dataclass(frozen=True)
+class GateRequest:
+    """The options of `evictbench gate`, as given.
+
+    folder: of runs. traces, baseline_traces: folders of traces; where none is named, those among the runs of the two
+    sides.
+    """
+
+    folder: Path
+    published: bool = False
+    baseline: Path | None = None
+    exact: bool = False
+    paired: bool = False
+    tolerance: float = TOLERANCE
+    latency_tolerance: float = LATENCY_TOLERANCE
+    traces: tuple[Path, ...] = ()
+    baseline_traces: tuple[Path, ...] = ()
+    filters: Filters = ALL
+    junit: Path | None = None
+    markdown: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -22,11 +40,11 @@ class Finding:
 
     cell: policy @ budget ("h2o @ 256", "full"). quantity: "score", "kl", "ids" (the share of samples with equal
     tokens), "occupancy", "bytes", "latency" (a step's time over the full cache's), "retention", ... here, there: its
-    value in the runs, and in what they are held against, in its own unit; None where there is none. difference: here -
-    there (KL that must be equal: the largest of any text or part of it), low and high: its 95% interval. p: of the test
-    that decided, corrected for the number of cells. samples: documents that it rests on. why: one sentence. fails: the
-    gate is not passed because of this. finds: the true change for the worse that would have been found in 80 of 100
-    cases, where that is known.
+    value in the runs and in what they are compared with, in its own unit; None where there is none. difference: here -
+    there; of a KL that must be equal, the largest difference of any text or part of it. low, high: the 95% interval of
+    the difference. p: of the test that decided, corrected for the number of cells. samples: how many documents were
+    compared. why: one sentence. fails: whether the gate fails because of this. finds: the true change for the worse
+    that the test would find in 80 of 100 cases, where that is known.
     """
 
     status: Status
@@ -44,21 +62,3 @@ class Finding:
     why: str
     fails: bool
     finds: float | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """The options of `evictbench gate`, as given. traces, baseline_traces: none for those in the two folders."""
-
-    folder: Path
-    published: bool = False
-    baseline: Path | None = None
-    exact: bool = False
-    paired: bool = False
-    tolerance: float = TOLERANCE
-    latency_tolerance: float = LATENCY_TOLERANCE
-    traces: tuple[Path, ...] = ()
-    baseline_traces: tuple[Path, ...] = ()
-    filters: Filters = ALL
-    junit: Path | None = None
-    markdown: Path | None = None

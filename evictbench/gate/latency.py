@@ -1,8 +1,8 @@
-"""Latency against a baseline: a decode step's time over that of the full cache in the same trace.
+"""Latency against a baseline: the time of a decode step over that of the full cache in the same trace.
 
-The ratio stands for itself on any machine that is left alone, where milliseconds do not. The steps of a cell are cut
-into stretches, and the ratio of the medians is taken in each; over the stretches, paired by their place, a cell fails
-where the whole 95% interval of its rise lies above the tolerance.
+The ratio can be compared between machines that do nothing else, and milliseconds cannot. The steps of a cell are cut
+into stretches, and each stretch has the ratio of its medians. Stretches of the two sides are paired by their place. A
+cell fails if the whole 95% interval of its rise lies above the tolerance.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.errors import UserError
-from evictbench.gate.cells import named
+from evictbench.gate.cells import cell_name
 from evictbench.gate.finding import Finding
 from evictbench.gate.tolerances import LATENCY_TOLERANCE
 from evictbench.stats.paired import difference
-from evictbench.store.select import said
+from evictbench.store.files import visible_files
+from evictbench.store.select import text_of
 from evictbench.store.trace_files import DECODE, MADE_BY, OK, TRACE, is_trace, read_trace
 
 if TYPE_CHECKING:
@@ -29,10 +30,10 @@ STRETCHES = 16
 """Parts of a cell's decode, each a pair of one ratio here and one there."""
 
 LATENCY = "latency"
-"""What its findings are about: a decode step's time over the full cache's."""
+"""The quantity of its findings: a decode step's time over the full cache's."""
 
 ALIKE = ("weights", "dtype", "device", "prefill", "chunk", "new_tokens")
-"""What two traces that are compared were both made by, beside the model."""
+"""Fields of `made_by` in which two traces must be equal to be compared, beside the model."""
 
 Key = tuple[str, str, int, int]
 """A policy, its budget, the context and the number of rows."""
@@ -40,8 +41,12 @@ Key = tuple[str, str, int, int]
 
 @dataclass(frozen=True)
 class Trace:
-    """One trace. ratios: of each cell with a budget, by stretch, the logarithm of its step over the full cache's; None
-    where the cell ran out of memory, empty where the full cache has no measurement at its context and rows."""
+    """One trace.
+
+    about: its trace.json. ratios: for each cell with a budget and each stretch, the logarithm of the step's time over
+    the full cache's; None if the cell ran out of memory, empty if the full cache has no measurement at its context and
+    rows.
+    """
 
     folder: Path
     about: dict[str, Any]
@@ -49,14 +54,16 @@ class Trace:
 
 
 def traces_in(folder: Path) -> list[Path]:
-    """The traces in a folder, itself included; hidden folders hold what is not finished."""
-    found = sorted(file.parent for file in folder.rglob(TRACE))
-    return [path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts)]
+    """The folders of traces in a folder, which may be one itself."""
+    return sorted(file.parent for file in visible_files(folder, TRACE))
 
 
 def against_traces(here: Sequence[Path], there: Sequence[Path], tolerance: float = LATENCY_TOLERANCE) -> list[Finding]:
-    """A finding for each cell of the traces here. Raises UserError for a folder that is no trace, for traces of
-    different models or machines, and for cells that only one side has."""
+    """A finding about each cell of the traces in the folders `here`, against those in the folders `there`.
+
+    tolerance: the rise of the ratio that passes, as a share. Raises UserError for a folder that is no trace, for traces
+    of different models or machines, and for cells that only one side has.
+    """
     theirs = [_read(folder) for folder in there]
     findings: list[Finding] = []
     for trace in map(_read, here):
@@ -77,11 +84,11 @@ def _read(folder: Path) -> Trace:
         raise UserError(f"{folder} is no trace: it holds no {TRACE}.")
     about, steps = read_trace(folder)
     steps = steps[steps["phase"] == DECODE]
-    steps = steps.assign(budget=[said(value) for value in steps["budget"]])
-    places = dict(iter(steps.groupby(["policy", "budget", "context", "rows"], sort=False)))
-    full = {key[2:]: part for key, part in places.items() if key[1] == "none"}
+    steps = steps.assign(budget=[text_of(value) for value in steps["budget"]])
+    cells = dict(iter(steps.groupby(["policy", "budget", "context", "rows"], sort=False)))
+    full = {key[2:]: part for key, part in cells.items() if key[1] == "none"}
     ratios: dict[Key, tuple[float, ...] | None] = {}
-    for (policy, budget, context, rows), part in places.items():
+    for (policy, budget, context, rows), part in cells.items():
         key = (str(policy), str(budget), int(context), int(rows))
         if budget == "none":
             continue
@@ -179,7 +186,7 @@ def _finding(
     here, there, apart = numbers
     return Finding(
         status=status,
-        cell=named(policy, budget),
+        cell=cell_name(policy, budget),
         suite=f"trace of {trace.about.get('model')}",
         task=f"{context} tokens, {rows} row{'s' if rows > 1 else ''}",
         quantity=LATENCY,

@@ -1,8 +1,8 @@
-"""Which runs a published number speaks of, and what of the protocol is not alike.
+"""Which runs a published number is about, and how their protocols differ.
 
-Taken for the same: a model under another organisation or in other letters; a budget written another way; a setting of
-the policy that is its default. Not held against a run, for they move the score and its full cache's alike or only say
-how sure it is: dtype, batch size, how many documents and how many answers to each.
+These count as the same: a model under another organisation or in other letters; a budget written another way; a setting
+of the policy that is its default. Differences of dtype, batch size, number of documents and answers per document are
+passed over: they move the score and the full cache's alike, or only change how sure it is.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.gate.cells import cell_name
 from evictbench.policy.budget import Budget
-from evictbench.registry import LM_EVAL, load_policy, load_suite, parse_policy
-from evictbench.store.select import said
+from evictbench.registry import LM_EVAL, load_policy, load_suite, parse_label
+from evictbench.store.frame import RUN_COLUMNS, document_scores, read_results
+from evictbench.store.select import FULL, SAMPLING, comparable, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from evictbench.store.published_number import Published
 
-FULL, MEAN, NATIVE = "full", "mean", "native"
+MEAN = "mean"
 
 MASKED = "masked"
 """A prefill that hides what is evicted and stores it all the same: the same answers as without it."""
 
 SCORES = re.compile(r"accuracy|score|match|f1|rouge|pass@1|avg@|average", re.IGNORECASE)
-"""Metrics that a run's score stands for."""
+"""Published metrics that are the same as a run's score."""
 
 SAME_NAME = ("context", "question", "chat", "chunk")
-"""Fields that a run's record has under the name that a published protocol gives them."""
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Fields of a published protocol that are compared with the run's column of that name."""
 
 DECISIVE = ("question", "temperature", "max_new_tokens")
-"""Fields whose absence from a paper is worth a word."""
+"""Fields that a finding mentions if the paper does not state them."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One run. run: its columns as `results_frame` has them, None where empty. group: a number that it shares with the
-    runs that differ from it in policy and budget alone. documents: (task, doc_id) to the mean score over repeats.
-    lengths: of each sample its `task`, `token_limit` and `output_tokens`."""
+    """One run.
+
+    run: its `RUN_COLUMNS`, None where empty. group: a number that it shares with the runs that differ from it only in
+    prefill, chunk, policy and budget. documents: the mean score over repeats by (task, doc_id). lengths: `task`,
+    `token_limit` and `output_tokens` of each sample.
+    """
 
     run: Mapping[str, Any]
     group: int
@@ -61,42 +64,38 @@ class Arm:
     @property
     def cell(self) -> str:
         """Policy @ budget."""
-        return self.run["policy"] if self.run["budget"] is None else f"{self.run['policy']} @ {self.run['budget']}"
+        return cell_name(self.run["policy"], self.run["budget"])
 
 
 def arms(folder: Path) -> list[Arm]:
-    """The runs in a folder of results; UserError where there is none."""
-    from evictbench.store.frame import RUN_COLUMNS, read_results
-    from evictbench.store.select import comparable
-
+    """The runs in a folder of results. Raises UserError if there is none."""
     samples = read_results(folder, text=False)
     samples = samples.assign(group=comparable(samples))
-    found = []
-    for _, of_run in samples.groupby("fingerprint", observed=True, sort=False):
-        first = of_run.iloc[0]
-        means = of_run["score"].astype(float).groupby([of_run["task"].astype(str), of_run["doc_id"]]).mean()
-        found.append(
+    runs = []
+    for _, own in samples.groupby("fingerprint", observed=True, sort=False):
+        first = own.iloc[0]
+        runs.append(
             Arm(
                 run={name: None if first[name] != first[name] else first[name] for name in RUN_COLUMNS},
                 group=int(first["group"]),
-                documents={(str(task), int(doc_id)): float(mean) for (task, doc_id), mean in means.items()},
-                lengths=of_run[["task", "token_limit", "output_tokens"]],
+                documents=document_scores(own),
+                lengths=own[["task", "token_limit", "output_tokens"]],
             )
         )
-    return found
+    return runs
 
 
 def full_beside(arm: Arm, among: Sequence[Arm]) -> Mapping[tuple[str, int], float] | None:
-    """The full cache's documents under the same model, protocol and data; None where it was not run."""
-    found: dict[tuple[str, int], float] = {}
+    """The full cache's document scores under the same model, protocol and data; None if it was not run."""
+    documents: dict[tuple[str, int], float] = {}
     for other in among:
         if other.group == arm.group and other.run["policy_name"] == FULL:
-            found |= other.documents
-    return found or None
+            documents |= other.documents
+    return documents or None
 
 
 def is_score(entry: Published) -> bool:
-    """Whether a number is a score under a policy, and not the full cache's own, a speed or a perplexity."""
+    """Whether a number is a policy's score, and not the full cache's, a speed or a perplexity."""
     return entry.policy != FULL and entry.unit in ("percent", "share") and SCORES.search(entry.metric) is not None
 
 
@@ -112,23 +111,23 @@ def speaks_of(entry: Published, arm: Arm) -> bool:
 
 
 def other_settings(entry: Published, arm: Arm) -> list[str]:
-    """A phrase for each setting of the policy that the number's label has otherwise."""
+    """A phrase about each setting of the policy that differs between the run and the number."""
     try:
-        stated = parse_policy(entry.policy).settings
+        stated = parse_label(entry.policy).settings
     except UserError:
         same = entry.policy == arm.run["policy"]
         return [] if same else [f"policy ({arm.run['policy']} here, {entry.policy} there)"]
     own = json.loads(arm.run["policy_settings"])
     return [
-        f"{name} of the policy ({said(own[name])} here, {said(value)} there)"
+        f"{name} of the policy ({text_of(own[name])} here, {text_of(value)} there)"
         for name, value in json.loads(json.dumps(stated, default=str)).items()
         if name in own and own[name] != value
     ]
 
 
 def tasks_of(entry: Published, arm: Arm) -> tuple[tuple[str, ...], list[str]]:
-    """The tasks that a number is about, and those of them that the run lacks. A mean is one over the tasks of the
-    suite's preset for that paper, or of its default one where it has none."""
+    """The tasks that a number is about, and those of them that the run lacks. A mean is over the tasks of the suite's
+    protocol for that paper, or of its default protocol if it has none for the paper."""
     if entry.task != MEAN:
         return (entry.task,), []
     tasks = _preset(entry) or arm.tasks
@@ -136,11 +135,13 @@ def tasks_of(entry: Published, arm: Arm) -> tuple[tuple[str, ...], list[str]]:
 
 
 def protocol_differs(entry: Published, arm: Arm, tasks: Sequence[str]) -> list[str]:
-    """A phrase for each field that the paper states and the run has otherwise."""
-    return [f"{name} ({said(here)} here, {said(there)} there)" for name, here, there in _differing(entry, arm, tasks)]
+    """A phrase about each field of the protocol that differs from what the paper states."""
+    return [
+        f"{name} ({text_of(here)} here, {text_of(there)} there)" for name, here, there in _differing(entry, arm, tasks)
+    ]
 
 
-def unsaid(entry: Published) -> list[str]:
+def unstated(entry: Published) -> list[str]:
     """The decisive fields that the paper does not state, as far as we know."""
     return [name for name in DECISIVE if entry.protocol.get(name) is None]
 
@@ -166,7 +167,7 @@ def _differing(entry: Published, arm: Arm, tasks: Sequence[str]) -> Iterator[tup
 
 
 def _limit(stated: int, lengths: pd.DataFrame) -> Iterator[tuple[str, Any, Any]]:
-    """Another limit is a difference where an answer came up to the lower of the two."""
+    """The token limits, if an answer reached the lower of two that differ. stated: the paper's."""
     other = lengths[lengths["token_limit"] != stated]
     reached = other[other["output_tokens"] >= other["token_limit"].clip(upper=stated)]
     if len(reached):
@@ -175,16 +176,16 @@ def _limit(stated: int, lengths: pd.DataFrame) -> Iterator[tuple[str, Any, Any]]
 
 
 def _prefill(arm: Arm) -> str:
-    """How the prompt was read: where that is the policy's own way, which it is, if the policy is installed."""
-    own = str(arm.run["prefill"])
+    """The prefill mode of a run; "native" becomes the policy's own mode if the policy is installed."""
+    own = arm.run["prefill"]
     try:
-        return load_policy(arm.run["policy_name"]).prefill if own == NATIVE else own
+        return str(load_policy(arm.run["policy_name"]).prefill_mode(own))
     except UserError:
-        return own
+        return str(own)
 
 
 def _preset(entry: Published) -> tuple[str, ...] | None:
-    """The tasks of the suite's protocol whose source is that paper, or of its default one; None without the suite."""
+    """The tasks of the suite's protocol for that paper, or of its default one; None if the suite is not installed."""
     try:
         suite = load_suite(entry.suite)
     except UserError:
@@ -207,4 +208,4 @@ def _budget(text: str | None) -> Budget | None:
 
 def _alike(here: Any, there: Any) -> bool:
     numbers = [isinstance(value, Real) and not isinstance(value, (bool, str)) for value in (here, there)]
-    return abs(here - there) < 1e-9 if all(numbers) else said(here) == said(there)
+    return abs(here - there) < 1e-9 if all(numbers) else text_of(here) == text_of(there)

@@ -1,19 +1,20 @@
-"""Was a paper's number reproduced: retention here, with its interval, against retention there.
+"""Was a paper's number reproduced? Retention here, with its interval, against retention there.
 
-What is compared is retention, score over the full cache's on the same documents, and never the score: prompts, graders
-and weights move both. The paper's is its value over its full cache's, each known no better than it is printed, so it is
-a range; where a paper contradicts itself, the range holds both numbers. Around it lies the tolerance.
+Retention is the score over the full cache's on the same documents. Scores are not compared, because prompts, graders
+and weights move a score and the full cache's alike. A paper's retention is its value over its full cache's. Both are
+known only as they are printed, so it is a range, which holds both numbers if a paper contradicts itself. The tolerance
+lies around the range.
 
-    below           the true retention is below the range by more than the tolerance: one-sided 5%, after Holm's
-                    correction over all rows, so that one false word in a whole gate is that rare
-    above           the same on the other side
+    below           the true retention is below the range by more than the tolerance: one-sided 5%, with Holm's
+                    correction over all rows, so that any false verdict in a whole gate is that rare
+    above           the true retention is above the range by more than the tolerance: likewise
     reproduced      it is within the tolerance on both sides, each at 5%, of this row alone
-    too few samples none of these can be said; it is told how many documents would find a run that is as the paper says
-                    "reproduced" four times in five
-    not comparable  a protocol field that the paper states is otherwise here, or a number is missing that it takes
+    too few samples no verdict is possible; the finding says with how many documents a run that is as the paper says
+                    would be "reproduced" four times in five
+    not comparable  a protocol field that the paper states differs here, or a number is missing that it takes
 
-A published spread counts as the standard error of the number. Where there is none, the number is taken as it is
-printed, though it too was measured on so many documents.
+A published spread counts as the standard error of the number. Without one, the number is taken as exact to its printed
+digits, though it was measured on a limited number of documents too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from evictbench.gate.match import (
     protocol_differs,
     speaks_of,
     tasks_of,
-    unsaid,
+    unstated,
 )
 from evictbench.gate.retention import LEVEL, POWER, Retention, retention
 from evictbench.gate.tolerances import TOLERANCE
@@ -44,13 +45,36 @@ if TYPE_CHECKING:
 
 
 BY_SIZE = "is weighted by"
-"""What the note of a mean says whose tasks weigh by how many documents they have."""
+"""Words in the note of a mean whose tasks weigh by their number of documents."""
+
+
+def against_published(folder: Path, published: Sequence[Published], tolerance: float = TOLERANCE) -> list[Finding]:
+    """One finding for each run under `folder` and each published number about it.
+
+    tolerance: of retention, in [0, 1]. Only "below" fails the gate, and not for a number that was read off a plot.
+    Raises UserError if `folder` holds no results.
+    """
+    runs = arms(folder)
+    scores = [entry for entry in published if is_score(entry)]
+    refused: list[Finding] = []
+    rows: list[_Row] = []
+    for arm in runs:
+        for entries in _about(arm, runs, scores):
+            row = _row(arm, entries, runs, published)
+            if isinstance(row, str):
+                refused.append(_refused(arm, entries[0], row))
+            else:
+                rows.append(row)
+    return [*_judged(rows, tolerance), *refused]
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A run and the numbers about it: one, or the two of a contradiction. low, high: the paper's retention, as it is
-    printed; there: its middle. spread: its standard error, as far as the paper gives one."""
+    """A run and the numbers about it: one, or the two of a contradiction.
+
+    here: the run's retention. low, high: the range of the paper's retention; there: its middle; spread: its standard
+    error, 0 if the paper gives none.
+    """
 
     arm: Arm
     entries: Sequence[Published]
@@ -61,35 +85,15 @@ class _Row:
     spread: float
 
 
-def against_published(folder: Path, published: Sequence[Published], tolerance: float = TOLERANCE) -> list[Finding]:
-    """One finding for each run under `folder` and each published number about it; none where no number is.
-
-    tolerance: of retention, in [0, 1]. Only "below" fails the gate, and that not for a number that was read off a plot.
-    Raises UserError where `folder` holds no results.
-    """
-    found = arms(folder)
-    numbers = [entry for entry in published if is_score(entry)]
-    refused: list[Finding] = []
-    rows: list[_Row] = []
-    for arm in found:
-        for entries in _about(arm, found, numbers):
-            row = _row(arm, entries, found, published)
-            if isinstance(row, str):
-                refused.append(_refused(arm, entries[0], row))
-            else:
-                rows.append(row)
-    return [*_judged(rows, tolerance), *refused]
-
-
 def _about(arm: Arm, among: Sequence[Arm], published: Sequence[Published]) -> Iterator[Sequence[Published]]:
-    """The numbers about a run; both of a contradiction at once. One about other settings of the policy is passed over
-    where another run has them."""
+    """The numbers about a run, the two of a contradiction together. Numbers about other settings of the policy are left
+    out if another run has these settings."""
     several: dict[str, list[Published]] = {}
     for entry in published:
         if not speaks_of(entry, arm):
             continue
         if other_settings(entry, arm) and any(
-            speaks_of(entry, one) and not other_settings(entry, one) for one in among
+            speaks_of(entry, other) and not other_settings(entry, other) for other in among
         ):
             continue
         if entry.contradiction is None:
@@ -100,7 +104,7 @@ def _about(arm: Arm, among: Sequence[Arm], published: Sequence[Published]) -> It
 
 
 def _row(arm: Arm, entries: Sequence[Published], among: Sequence[Arm], published: Sequence[Published]) -> _Row | str:
-    """What there is to judge, or the sentence that says why there is nothing."""
+    """A run and its numbers, ready to be judged, or a sentence that says why they cannot be."""
     first = entries[0]
     tasks, missing = tasks_of(first, arm)
     differs = other_settings(first, arm) + protocol_differs(first, arm, tasks)
@@ -109,7 +113,7 @@ def _row(arm: Arm, entries: Sequence[Published], among: Sequence[Arm], published
     if differs:
         return f"Not run as {_cited(first)} has it: {', '.join(differs)}."
     ranges = [_range(entry, published) for entry in entries]
-    known = [one for one in ranges if one is not None]
+    known = [bounds for bounds in ranges if bounds is not None]
     if not known:
         return (
             f"{_cited(first)} gives {first.value:g} and no score of the full cache beside it, so there is no retention."
@@ -126,9 +130,9 @@ def _row(arm: Arm, entries: Sequence[Published], among: Sequence[Arm], published
             f"The full cache scores nothing on the documents of {', '.join(tasks)} that both runs have, so there is "
             "no retention."
         )
-    low, high = min(one[0] for one in known), max(one[1] for one in known)
+    low, high = min(bounds[0] for bounds in known), max(bounds[1] for bounds in known)
     there = known[0][3] if len(known) == 1 else (low + high) / 2
-    return _Row(arm, entries, here, low, high, there, max(one[2] for one in known))
+    return _Row(arm, entries, here, low, high, there, max(bounds[2] for bounds in known))
 
 
 def _judged(rows: Sequence[_Row], tolerance: float) -> Iterator[Finding]:
@@ -157,7 +161,7 @@ def _finding(row: _Row, status: Status, p: float | None, verdict: str) -> Findin
     parts = [kept if interval is None else f"{kept} (95%: {_percent(interval[0])} to {_percent(interval[1])})", verdict]
     if status == "below" and plotted:
         parts.append("that was read off a plot, so the gate does not fail on it")
-    if silent := unsaid(first):
+    if silent := unstated(first):
         parts.append(f"the paper is not known to state its {' or '.join(silent)}")
     return Finding(
         status=status,
@@ -198,7 +202,7 @@ def _refused(arm: Arm, entry: Published, why: str) -> Finding:
 
 
 def _needed(row: _Row, tolerance: float) -> str:
-    """How many documents it takes."""
+    """A phrase that says how many documents are needed for a verdict."""
     count = row.here.documents
     needed = row.here.documents_needed(row.low - tolerance, row.high + tolerance, row.spread)
     unsure = f"{count} documents do not show whether that is within {100 * tolerance:g} points of {_says(row)}"
@@ -210,7 +214,7 @@ def _needed(row: _Row, tolerance: float) -> str:
 
 def _range(entry: Published, published: Sequence[Published]) -> tuple[float, float, float, float] | None:
     """The least and the largest retention that a printed number may stand for, its standard error, and the retention as
-    it is printed; None where the paper gives nothing to take it from."""
+    printed; None if the paper gives no retention."""
     if entry.full:
         half = 0.5 * 10.0 ** -_decimals(entry, published, "value")
         value, full = entry.value, entry.full
@@ -224,21 +228,21 @@ def _range(entry: Published, published: Sequence[Published]) -> tuple[float, flo
 
 
 def _decimals(entry: Published, published: Sequence[Published], field: Literal["value", "retention"]) -> int:
-    """Decimals that the table prints: the most that any of its numbers has, 40.0 being no different from 40 here."""
+    """Decimals that the table prints: the most that any of its numbers has, since 40.0 is read as 40."""
     table = entry.source.partition(", row")[0]
     fields = ("value", "full") if field == "value" else ("retention",)
     numbers = [
-        getattr(one, name)
+        getattr(other, name)
         for name in fields
-        for one in (entry, *published)
-        if (one.paper, one.version, one.unit) == (entry.paper, entry.version, entry.unit)
-        and one.source.partition(", row")[0] == table
+        for other in (entry, *published)
+        if (other.paper, other.version, other.unit) == (entry.paper, entry.version, entry.unit)
+        and other.source.partition(", row")[0] == table
     ]
     return max(len(f"{number:.6f}".rstrip("0").partition(".")[2]) for number in numbers if number is not None)
 
 
 def _says(row: _Row) -> str:
-    """Whose retention it is, and how much, as far as it is known from what is printed."""
+    """A phrase with the paper's retention, as a range if it is not known better, and its source."""
     sources = dict.fromkeys(_cited(entry) for entry in row.entries)
     low, high = _percent(row.low), _percent(row.high)
     amount = low if low == high else f"{low} to {high}, which is what is printed,"

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 LEVEL = 0.05
-"""How often a verdict may be a false alarm."""
+"""Probability of a false verdict."""
 
 POWER = 0.8
-"""How often a run that is as the paper says is to be found so, with the documents said to be needed."""
+"""Probability that a run that is as the paper says is "reproduced" with the documents that are said to be needed."""
 
 UNSEEN = 1e-3
-"""Weight, in documents, of a loss and of a gain of a whole document that are added to those seen."""
+"""Weight, in documents, of the loss and the gain of a whole document that are added to the observed ones."""
 
 MOST = 1e4
-"""Times the documents at hand, beyond which no number of them is said to be enough."""
+"""Multiple of the present documents beyond which no number of documents is said to be enough."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Retention:
         return float(low), float(brentq(lambda ratio: self.p_below(ratio) - tail, least, high, xtol=1e-6))
 
     def power(self, times: float, low: float, high: float, spread: float = 0.0) -> float:
-        """How likely so many times the documents would show a retention above `low` and below `high`, each at 5%, were
-        it truly in their middle. The full cache's score and the spread of documents are taken from those at hand."""
+        """Probability that `times` as many documents show a retention above `low` and below `high`, each at 5%, if the
+        true one is in the middle. The full cache's score and the spread are those of the present documents."""
         from scipy.stats import norm, pearson3
 
         middle, missed = (low + high) / 2, 0.0
@@ -129,24 +129,25 @@ class Retention:
 
     @cached_property
     def _scores(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each task the pairs of scores that occur, and how many documents have them."""
+        """For each task the distinct pairs of scores `[pairs, 2]`, and how many documents have each `[pairs]`."""
         import numpy as np
 
-        found = [np.unique(np.asarray(task, dtype=float), axis=0, return_counts=True) for task in self.by_task]
-        return [(pairs, counts.astype(float)) for pairs, counts in found]
+        distinct = [np.unique(np.asarray(task, dtype=float), axis=0, return_counts=True) for task in self.by_task]
+        return [(pairs, counts.astype(float)) for pairs, counts in distinct]
 
     @cached_property
     def _shares(self) -> list[float]:
+        """The weight of each task, 1 in all."""
         return list(self.weights or [1 / len(self.by_task)] * len(self.by_task))
 
     @cached_property
     def _steps(self) -> list[float]:
-        """Of each task, what one document adds to the mean."""
+        """For each task the weight of one document in the mean."""
         return [share / len(task) for share, task in zip(self._shares, self.by_task, strict=True)]
 
     def _mean(self, side: int) -> float:
-        found = zip(self._steps, self._scores, strict=True)
-        return math.fsum(step * float(counts @ pairs[:, side]) for step, (pairs, counts) in found)
+        tasks = zip(self._steps, self._scores, strict=True)
+        return math.fsum(step * float(counts @ pairs[:, side]) for step, (pairs, counts) in tasks)
 
     def _standing(self, ratio: float, spread: float = 0.0, times: float = 1.0) -> tuple[float, float, float]:
         """Were `ratio` the true retention: how many standard errors A - ratio·F is from 0, less the half of one
@@ -186,12 +187,14 @@ def retention(
     tasks: Sequence[str],
     by_size: bool = False,
 ) -> Retention | None:
-    """Of two runs' documents, (task, doc_id) to mean score over repeats, those of these tasks that both have. None
-    where a task has none in common, or the full cache scores 0. by_size: tasks weigh by how many documents they have.
+    """The retention over the documents of these tasks that both runs have.
+
+    arm, full: the mean score over repeats by (task, doc_id), under the policy and under the full cache. by_size: tasks
+    weigh by their number of documents. None if a task has no document in common, or the full cache scores 0.
     """
     common = sorted(arm.keys() & full.keys())
-    found = tuple(tuple((arm[key], full[key]) for key in common if key[0] == task) for task in tasks)
-    if not found or not all(found) or not any(pair[1] > 0 for task in found for pair in task):
+    by_task = tuple(tuple((arm[key], full[key]) for key in common if key[0] == task) for task in tasks)
+    if not by_task or not all(by_task) or not any(pair[1] > 0 for task in by_task for pair in task):
         return None
-    count = sum(map(len, found))
-    return Retention(found, tuple(len(task) / count for task in found) if by_size else None)
+    count = sum(map(len, by_task))
+    return Retention(by_task, tuple(len(task) / count for task in by_task) if by_size else None)

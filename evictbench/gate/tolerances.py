@@ -1,4 +1,4 @@
-"""What a gate lets pass, in one table."""
+"""The tolerances and error rates of gates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ OCCUPANCY_TOLERANCE = 0.001
 """A rise in mean occupancy, as a share of the baseline's, that is let pass: a quarter of an entry in 256."""
 
 BYTES_TOLERANCE = 0.01
-"""Likewise of the decode cache's bytes, which in a batch depend a little on the other rows."""
+"""A rise in the decode cache's bytes, as a share, that is let pass. In a batch they depend a little on other rows."""
 
 SCORE_LEVEL = 0.03
-"""How often a whole gate may fail over scores of which none has dropped beyond the tolerance."""
+"""Probability that a whole gate fails over scores although none has dropped beyond the tolerance."""
 
 COST_LEVEL = 0.005
-"""Likewise over occupancy and bytes. Together the two are under the gate's 5% of false alarms."""
+"""Probability of a false failure over occupancy and bytes. With that of scores it is below the gate's 5%."""
 
 ABOVE_LEVEL = 0.05
-"""How often it may warn of arms above the full cache of which none is."""
+"""Probability that a gate warns of cells above the full cache although none is."""
 
 POWER = 0.8
-"""How often a drop must be found that the gate is said to find."""
+"""Probability of finding a drop that the gate is said to find."""
 
 EXACT_KL = 1e-3
 """Nats by which the KL of a text, or of any stretch of it, may differ where a result is not meant to change."""

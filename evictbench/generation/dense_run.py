@@ -23,7 +23,7 @@ class Everything(Policy):
     summary = "nothing is evicted"
     paper = "-"
     needs_budget = False
-    shares = "model"
+    granularity = "model"
 
 
 def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch) -> None:

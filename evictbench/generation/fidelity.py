@@ -18,18 +18,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMappi
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.base import KVCache
 from evictbench.errors import UserError
-from evictbench.generation.batching import work_through
+from evictbench.generation.batching import continuous_batching
 from evictbench.generation.dense_run import Everything
 from evictbench.generation.generator import Completion
-from evictbench.generation.runner import Costs, Feeder
-from evictbench.policy.base import Policy
+from evictbench.generation.runner import Costs, ModelRunner
+from evictbench.policy.base import BasePolicy, Prefill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,10 +121,10 @@ class Comparison:
     def __init__(
         self,
         model: PreTrainedModel,
-        policy: Policy,
+        policy: BasePolicy,
         budget: Budget | None,
         *,
-        prefill: Literal["native", "dense", "bounded"] = "native",
+        prefill: Prefill = "native",
         chunk: int = 512,
         batch_size: int = 8,
         dense_passes: DensePasses | None = None,
@@ -133,31 +133,31 @@ class Comparison:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
         if model.get_output_embeddings() is None:
             raise UserError(f"{type(model).__name__} has no output head, so its distributions cannot be compared.")
-        self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
-        self.dense = Feeder(model, Everything(), None, chunk=chunk)
+        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.dense = ModelRunner(model, Everything(), None, chunk=chunk)
         self.batch_size = batch_size
         self.dense_passes = dense_passes
 
     def run(self, texts: Iterable[Text]) -> Iterator[Measured]:
         """Compare on every text; results come as they finish, in any order."""
-        return work_through(self, texts)
+        return continuous_batching(self, texts)
 
-    def new_cache(self, *, rows: int) -> EvictionCache:
+    def new_cache(self, *, rows: int) -> KVCache:
         """The decode cache."""
-        return self.feeder.new_cache(rows=rows)
+        return self.runner.new_cache(rows=rows)
 
-    def start(self, text: Text) -> tuple[_Row, EvictionCache]:
+    def start(self, text: Text) -> tuple[_Row, KVCache]:
         """The dense pass over all of a text, then its prompt under the policy, the question as one more chunk."""
         if not text.prompt or not text.continuation:
             raise UserError("A text to compare on has a prompt and a continuation of at least one token each.")
         row = _Row(text, self._dense_once(text))
         started = time.perf_counter()
         length = len(text.prompt)
-        cache = self.feeder.prompt_cache(text.prompt, text.border, text.continuation[:-1])
-        for start, stop in self.feeder.passes(length, text.border):
+        cache = self.runner.prompt_cache(text.prompt, text.border, text.continuation[:-1])
+        for start, stop in self.runner.chunks(length, text.border):
             tokens = [list(text.prompt[start:stop])]
             if stop < length:
-                self.feeder.feed(cache, tokens, [start])
+                self.runner.forward(cache, tokens, [start])
             else:
                 self._compare([row], cache, tokens, [start])
         row.prefill_peak_bytes = cache.bytes_peak
@@ -179,17 +179,17 @@ class Comparison:
         first = len(text.prompt) - 1
         cache = self.dense.new_cache(prompt_length=len(tokens))
         found: list[Tensor] = []
-        for start, stop in self.dense.passes(len(tokens), None):
+        for start, stop in self.dense.chunks(len(tokens), None):
 
             def keep(hidden: Tensor, start: int = start) -> Tensor:
                 found.append(hidden[0, max(0, first - start) :].clone())
                 return hidden[:, -1:]
 
             with _before_head(self.dense.model, keep):
-                self.dense.feed(cache, [tokens[start:stop]], [start], keep=0)
+                self.dense.forward(cache, [tokens[start:stop]], [start], keep=0)
         return torch.cat(found)
 
-    def step(self, active: list[_Row], cache: EvictionCache) -> None:
+    def step(self, active: list[_Row], cache: KVCache) -> None:
         """Feed every row the next token of its text."""
         started = time.perf_counter()
         tokens = [[row.item.continuation[len(row.divergence) - 1]] for row in active]
@@ -198,22 +198,20 @@ class Comparison:
         for row in active:
             row.decode_seconds += share
 
-    def _compare(
-        self, rows: Sequence[_Row], cache: EvictionCache, tokens: list[list[int]], starts: Sequence[int]
-    ) -> None:
+    def _compare(self, rows: Sequence[_Row], cache: KVCache, tokens: list[list[int]], starts: Sequence[int]) -> None:
         """Feed tokens and compare what follows them with what follows them in the dense pass."""
         dense = torch.stack([row.dense[len(row.divergence)] for row in rows])
 
         def beside(hidden: Tensor) -> Tensor:
             return torch.cat((dense.to(hidden.device)[:, None], hidden), dim=1)
 
-        with _before_head(self.feeder.model, beside):
-            logits = self.feeder.feed(cache, tokens, starts)
+        with _before_head(self.runner.model, beside):
+            logits = self.runner.forward(cache, tokens, starts)
         following = [row.item.continuation[len(row.divergence)] for row in rows]
         for row, values in zip(rows, divergence(logits[:, 0], logits[:, 1], following), strict=True):
             row.divergence.append(values)
 
-    def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> Measured:
+    def finish(self, row: _Row, cache: KVCache | None, index: int) -> Measured:
         """The comparison of a text that has ended."""
         costs = Costs.of(cache, index)
         metrics = summarise(row.divergence)
@@ -237,7 +235,7 @@ class Comparison:
 
 
 def evaluate(
-    model: PreTrainedModel, policy: Policy, budget: Budget | None, texts: Iterable[Text], **settings: Any
+    model: PreTrainedModel, policy: BasePolicy, budget: Budget | None, texts: Iterable[Text], **settings: Any
 ) -> list[Measured]:
     """Compare on every text, results in the texts' order. settings: those of `Comparison`."""
     texts = list(texts)

@@ -6,16 +6,19 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.generation.batching import continuous_batching
+from evictbench.generation.runner import Costs, ModelRunner
+from evictbench.generation.sampling import choose, uniform
 from evictbench.suite.spec import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from evictbench.cache.slots.cache import EvictionCache
-    from evictbench.policy.base import Policy
+    from evictbench.cache.base import KVCache
+    from evictbench.policy.base import BasePolicy, Prefill
     from evictbench.policy.budget import Budget
 
 THINK, THINK_END = "<think>", "</think>"
@@ -97,19 +100,17 @@ class Generator:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        policy: Policy,
+        policy: BasePolicy,
         budget: Budget | None,
         *,
-        prefill: Literal["native", "dense", "bounded"] = "native",
+        prefill: Prefill = "native",
         chunk: int = 512,
         batch_size: int = 8,
         seed: int = 0,
     ) -> None:
-        from evictbench.generation.runner import Feeder
-
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
-        self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.seed = seed
@@ -117,18 +118,16 @@ class Generator:
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Answer every request; completions come as they finish, in any order."""
-        from evictbench.generation.batching import work_through
+        return continuous_batching(self, requests)
 
-        return work_through(self, requests)
-
-    def new_cache(self, *, rows: int) -> EvictionCache:
+    def new_cache(self, *, rows: int) -> KVCache:
         """The decode cache."""
-        return self.feeder.new_cache(rows=rows)
+        return self.runner.new_cache(rows=rows)
 
-    def start(self, request: Request) -> tuple[_Row, EvictionCache]:
+    def start(self, request: Request) -> tuple[_Row, KVCache]:
         """Read a prompt, and choose the first token."""
         started = time.perf_counter()
-        cache, logits = self.feeder.read(request.prompt, request.border)
+        cache, logits = self.runner.prefill(request.prompt, request.border)
         row = _Row(request, prefill_peak_bytes=cache.bytes_peak)
         if request.thinking:
             row.thought_opened = self._decode(list(request.prompt[-8:])).rstrip().endswith(THINK)
@@ -137,10 +136,10 @@ class Generator:
         self._take(row, token)
         return row, cache
 
-    def step(self, active: list[_Row], cache: EvictionCache) -> None:
+    def step(self, active: list[_Row], cache: KVCache) -> None:
         """Feed every row's last token, and take the next."""
         started = time.perf_counter()
-        logits = self.feeder.feed(cache, [[row.tokens[-1]] for row in active], cache.seen)
+        logits = self.runner.forward(cache, [[row.tokens[-1]] for row in active], cache.seen)
         tokens = self._choose(logits[:, -1], active)
         share = (time.perf_counter() - started) / len(active)
         for row, token in zip(active, tokens, strict=True):
@@ -150,8 +149,6 @@ class Generator:
 
     def _choose(self, logits: Any, rows: list[_Row]) -> list[int]:
         """The next token of each row."""
-        from evictbench.generation.sampling import choose, uniform
-
         numbers = [uniform(self.seed, *row.item.draw, len(row.tokens)) for row in rows]
         return choose(logits, [row.item.sampling for row in rows], numbers)
 
@@ -188,11 +185,9 @@ class Generator:
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text if isinstance(text, str) else "".join(text)
 
-    def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> Completion:
+    def finish(self, row: _Row, cache: KVCache | None, index: int) -> Completion:
         """The answer of a row that has ended."""
         cut = self._cut(row) if row.item.stop else None
-        from evictbench.generation.runner import Costs
-
         costs = Costs.of(cache, index)
         full = len(row.tokens) >= row.item.max_new_tokens
         return Completion(

@@ -6,20 +6,20 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.base import KVCache
 from evictbench.errors import UserError
-from evictbench.generation.batching import work_through
-from evictbench.generation.runner import Costs, Feeder
+from evictbench.generation.batching import continuous_batching
+from evictbench.generation.runner import Costs, ModelRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.base import Policy
+    from evictbench.policy.base import BasePolicy, Prefill
     from evictbench.policy.budget import Budget
 
 
@@ -56,7 +56,7 @@ class _Prompt:
     """A prefilled prompt: its cache, and the log-probabilities `[vocabulary]` of what follows."""
 
     tokens: tuple[int, ...]
-    cache: EvictionCache
+    cache: KVCache
     following: Tensor
     likeliest: int
 
@@ -88,38 +88,38 @@ class ChoiceScorer:
     def __init__(
         self,
         model: PreTrainedModel,
-        policy: Policy,
+        policy: BasePolicy,
         budget: Budget | None,
         *,
-        prefill: Literal["native", "dense", "bounded"] = "native",
+        prefill: Prefill = "native",
         chunk: int = 512,
         batch_size: int = 8,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
-        self.feeder = Feeder(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk)
         self.batch_size = batch_size
         self._prompt: _Prompt | None = None
 
     def run(self, choices: Iterable[Choice]) -> Iterator[ScoredChoice]:
         """Score every choice; results come as they finish, in any order."""
         try:
-            yield from work_through(self, choices)
+            yield from continuous_batching(self, choices)
         finally:
             self._prompt = None
 
-    def new_cache(self, *, rows: int) -> EvictionCache:
+    def new_cache(self, *, rows: int) -> KVCache:
         """The decode cache."""
-        return self.feeder.new_cache(rows=rows)
+        return self.runner.new_cache(rows=rows)
 
-    def start(self, choice: Choice) -> tuple[_Row, EvictionCache]:
+    def start(self, choice: Choice) -> tuple[_Row, KVCache]:
         """Read a choice's prompt, unless the one before had the same, and score the first token."""
         if not choice.prompt or not choice.continuation:
             raise UserError("A context and each of its continuations have at least one token.")
         started = time.perf_counter()
         if self._prompt is None or self._prompt.tokens != choice.prompt:
             self._prompt = None
-            cache, logits = self.feeder.read(choice.prompt)
+            cache, logits = self.runner.prefill(choice.prompt)
             following = logits.float().log_softmax(-1)
             self._prompt = _Prompt(choice.prompt, cache, following, int(following.argmax()))
         prompt, first = self._prompt, choice.continuation[0]
@@ -132,10 +132,10 @@ class ChoiceScorer:
         )
         return row, prompt.cache
 
-    def step(self, active: list[_Row], cache: EvictionCache) -> None:
+    def step(self, active: list[_Row], cache: KVCache) -> None:
         """Feed every row the next token of its continuation, and read how likely the one after it is."""
         started = time.perf_counter()
-        logits = self.feeder.feed(cache, [[row.item.continuation[row.fed]] for row in active], cache.seen)[:, -1]
+        logits = self.runner.forward(cache, [[row.item.continuation[row.fed]] for row in active], cache.seen)[:, -1]
         wanted = torch.tensor([row.item.continuation[row.fed + 1] for row in active], device=logits.device)
         logprobs = logits.float().log_softmax(-1).gather(-1, wanted[:, None])[:, 0].tolist()
         greedy = (logits.argmax(-1) == wanted).tolist()
@@ -146,7 +146,7 @@ class ChoiceScorer:
             row.greedy = row.greedy and likeliest
             row.decode_seconds += share
 
-    def finish(self, row: _Row, cache: EvictionCache | None, index: int) -> ScoredChoice:
+    def finish(self, row: _Row, cache: KVCache | None, index: int) -> ScoredChoice:
         """The score of a choice that has ended."""
         costs = Costs.of(cache, index)
         return ScoredChoice(

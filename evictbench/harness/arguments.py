@@ -1,4 +1,4 @@
-"""What an lm-eval task says about generation, in the project's terms."""
+"""An lm-eval task's settings for generation in the project's terms, and text encoded as lm-eval encodes it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.evaluation.tasks import UNSTATED_LIMIT
 from evictbench.suite.spec import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_GEN_TOKS = 256
-"""lm-eval's own limit for tasks that name none."""
-
 SCORED = ("multiple_choice", "loglikelihood")
-"""Kinds of tasks that score given continuations."""
+"""The output types of tasks that score given continuations."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1, "length_penalty": 1, "use_cache": True}
-"""Generation settings that may be given only at the value at which they do nothing."""
+"""Generation settings that are not offered, each with the one value that may be given because it has no effect."""
 
 
 def generation_settings(given: Mapping[str, Any], name: str) -> tuple[Sampling, int, tuple[str, ...]]:
-    """Sampling, token limit and stop strings from a task's generation_kwargs; UserError for settings not offered.
+    """Sampling, token limit and stop strings from a task's generation_kwargs. name: the task's, for sentences.
 
-    As in transformers, sampling without a temperature has temperature 1; without do_sample, one above 0 samples.
+    As in transformers, sampling without a temperature has temperature 1. Where do_sample is not given, a temperature
+    above 0 samples. Raises UserError for settings that are not offered.
     """
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    settings: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), MAX_GEN_TOKS))
+    settings: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), UNSTATED_LIMIT))
     limit, until = settings.pop("max_gen_toks"), settings.pop("until")
     sampled = settings.pop("do_sample", False)
     sampling = {key: settings.pop(key) for key in SAMPLING if settings.get(key) is not None}
@@ -48,9 +47,23 @@ def generation_settings(given: Mapping[str, Any], name: str) -> tuple[Sampling, 
     return chosen, limit, tuple(stop for stop in until if stop)
 
 
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool = True
+) -> str:
+    """Messages in the chat template; without the generation prompt, the last message is left open to be continued."""
+    return str(
+        tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+    )
+
+
 def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Ids of a context and of a continuation as it stands behind it; blanks at the context's end go to the
-    continuation, as in lm-eval."""
+    """Token ids of a context and of the continuation behind it. Blanks at the context's end go to the continuation, as
+    in lm-eval."""
     blanks = len(context) - len(context.rstrip())
     if blanks:
         context, continuation = context[:-blanks], context[-blanks:] + continuation
@@ -59,6 +72,6 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, context: str, continuation: 
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids; what the tokenizer puts in front of text is left out where the text begins with it already."""
+    """Token ids with what the tokenizer puts in front of text, unless the text already begins with the BOS token."""
     bos = tokenizer.bos_token
     return list(tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(str(bos)))))

@@ -1,11 +1,11 @@
-"""The lm-eval model "evictbench": anybody's lm-eval task, answered under an eviction policy.
+"""The lm-eval model "evictbench": any lm-eval task, answered under an eviction policy.
 
-lm-eval 0.4.13 finds no models of other packages by itself; `evictbench-lm-eval` (harness.py) is its command line with
-this one registered, and so is Python after `import evictbench.harness.model`:
+lm-eval 0.4.13 does not find models of other packages. `evictbench-lm-eval` (cli.py) is its command line with this model
+registered; in Python, `import evictbench.harness.model` registers it:
 
-    evictbench-lm-eval --model evictbench --model_args pretrained=smollm2,policy=h2o,budget=512 --tasks gsm8k_cot
+    evictbench-lm-eval --model evictbench --model_args policy=h2o,budget=512 --tasks gsm8k_cot
 
-Settings of a policy ride on its name as everywhere, with semicolons in place of commas, which lm-eval splits at:
+A policy's settings follow its name as everywhere, but with semicolons, because lm-eval splits arguments at commas:
 `--model_args 'policy=snapkv:window=16;kernel=5,budget=256'`.
 """
 
@@ -20,43 +20,46 @@ from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 
 from evictbench import registry
-from evictbench.errors import UserError
+from evictbench.errors import UserError, unknown
 from evictbench.evaluation import thinking
+from evictbench.evaluation.settings import CHOICES
 from evictbench.generation.generator import Generator, Request
 from evictbench.generation.loglikelihood import Choice, ChoiceScorer
-from evictbench.harness.arguments import encode_text, generation_settings
-from evictbench.models import load
-from evictbench.models.policy_weights import equip
-from evictbench.policy.budget import Budget
-from evictbench.policy.step import ModelShape
+from evictbench.harness.arguments import encode_text, generation_settings, render_chat
+from evictbench.models import bundled, load
+from evictbench.models.ready import ready_policy
 from evictbench.store import run_folder
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-    from evictbench.suite.spec import Suite
-
 DEVICE_OF_LM_EVAL = "cuda:0"
-"""What lm-eval's command line passes where no --device is given; taken as "auto"."""
+"""The device that lm-eval's command line passes where no --device is given; read as "auto"."""
 
 CACHE_OWNER = "evictbench"
-"""The key in a response cache that says whose answers it holds."""
+"""The key in a response cache under which the hash of its owner's fingerprint stands."""
+
+ARGUMENTS = (
+    *("pretrained", "policy", "budget", "prefill", "chunk", "batch_size", "dtype", "device"),
+    *("max_length", "thinking", "seed", "trust_remote_code"),
+)
+"""Model arguments, as the sentence for an unknown one lists them."""
 
 
 @register_model("evictbench")
 class EvictBenchLM(TemplateLM):  # type: ignore[misc]
     """A model under an eviction policy, as lm-eval drives it.
 
-    pretrained: "smollm2", a folder, or a hub id. policy, budget, weights, prefill, chunk: as for `evictbench run`.
-    batch_size: rows decoded together ("auto": 8). max_length: tokens of prompt and answer, the model's window at most.
-    thinking: the chat template's switch, "on", "off" or "auto". seed: of sampling.
+    pretrained: the bundled model's name, a folder, or a hub id. policy, budget, weights, prefill, chunk: as for
+    `evictbench run`. batch_size: rows decoded together ("auto": 8). max_length: tokens of prompt and answer, the
+    model's window at most. thinking: the chat template's switch, "on", "off" or "auto". seed: of sampling.
 
-    What does not fit is refused, never cut. Raises UserError for anything the user can put right.
+    A prompt that does not fit is refused, never cut. Raises UserError for anything the user can put right.
     """
 
     def __init__(
         self,
-        pretrained: str = load.DEFAULT_MODEL,
+        pretrained: str = bundled.NAME,
         policy: str = "full",
         budget: int | str | None = None,
         weights: str | None = None,
@@ -69,27 +72,28 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         thinking: str = "auto",
         seed: int = 0,
         trust_remote_code: bool = False,
-        **unknown: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
-        unknown.pop("max_batch_size", None)  # lm-eval's own, for its search of a batch size
-        for name in unknown:
-            raise registry.unknown("model argument", name, ARGUMENTS)
-        for name, value, words in (("prefill", prefill, PREFILLS), ("thinking", _word(thinking), SWITCH)):
-            if value not in words:
-                raise registry.unknown("value", str(value), words, f" of {name}")
+        others.pop("max_batch_size", None)  # lm-eval's own, for its search of a batch size
+        for name in others:
+            raise unknown("model argument", name, ARGUMENTS)
+        for name, value in (("prefill", prefill), ("thinking", _word(thinking))):
+            if value not in CHOICES[name]:
+                raise unknown("value", str(value), CHOICES[name], f" of {name}")
         chosen = registry.parse_policy(str(policy).replace(";", ","))
-        if chosen.policy.needs_budget == (budget is None):
-            raise UserError(f"{chosen.name} {'needs a budget' if budget is None else 'takes no budget'}.")
+        self.budget = chosen.policy.read_budget(budget)
         self.source = load.resolve(str(pretrained))
         config = load.load_config(self.source, trust_remote_code)
-        self.policy = chosen.policy(chosen.config)
-        self.policy.fit(config)
-        self.budget = None if budget is None else Budget.parse(str(budget))
-        trained = equip(self.policy, weights, self.source, self.source.name, ModelShape.of(config))
-        least = self.policy.minimum_budget(ModelShape.of(config))
-        if self.budget is not None and self.budget.tokens is not None and self.budget.tokens < least:
-            raise UserError(f"{chosen.label} needs a budget of at least {least} entries on {pretrained}, not {budget}.")
+        ready = ready_policy(
+            chosen,
+            config,
+            model=self.source.name,
+            model_sha256=lambda: load.weights_hash(self.source),
+            weights=weights,
+        )
+        ready.check_budget(self.budget)
+        self.policy, trained = ready.policy, ready.weights
         window = load.context_window(config)
         self.max_length = min(int(max_length or window), window)
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code)
@@ -105,7 +109,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         }
         self._generator = Generator(self.model, self.tokenizer, self.policy, self.budget, seed=self.seed, **settings)
         self._scorer = ChoiceScorer(self.model, self.policy, self.budget, **settings)
-        self.identity = {
+        self.fingerprint = {
             "model": self.source.name,
             "weights": load.weights_hash(self.source),
             "dtype": str(self.model.dtype),
@@ -119,7 +123,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> EvictBenchLM:
-        """From "pretrained=smollm2,policy=h2o,budget=512"."""
+        """From "pretrained=MODEL,policy=h2o,budget=512"."""
         from lm_eval.utils import simple_parse_args_string
 
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
@@ -128,7 +132,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> EvictBenchLM:
-        """From model arguments, which go before what lm-eval adds of its own options."""
+        """From model arguments. additional_config: lm-eval's own options, used where an argument is not given."""
         added = {name: value for name, value in (additional_config or {}).items() if value is not None}
         if added.get("device") == DEVICE_OF_LM_EVAL:
             del added["device"]
@@ -141,7 +145,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Names lm-eval's cache of rendered prompts."""
+        """The name under which lm-eval caches rendered prompts."""
         return self.source.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -159,27 +163,21 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the prompt's text."""
         if self._thinking is None:
-            self._thinking = thinking.settle(self.tokenizer, self._switch, self.source.name)
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+            self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
+        return render_chat(self.tokenizer, chat_history, add_generation_prompt)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take lm-eval's response cache (--use_cache), if its answers are this model's under this very policy.
+        """Use lm-eval's response cache (--use_cache) if its answers come from this model, policy and budget.
 
-        lm-eval's key is the prompt and its settings alone, so that two policies would answer for each other.
+        lm-eval keys answers by prompt and generation settings alone, so without the check one policy would be given
+        another's answers. Raises UserError for such a cache.
         """
         answers = cache_hook.dbdict
         if answers is not None:
-            own, held = run_folder.fingerprint(self.identity), answers.get(CACHE_OWNER)
-            if held is None and len(answers) == 0:
+            own, owner = run_folder.fingerprint_hash(self.fingerprint), answers.get(CACHE_OWNER)
+            if owner is None and len(answers) == 0:
                 answers[CACHE_OWNER] = own
-            elif held != own:
+            elif owner != own:
                 raise UserError(
                     f"The response cache {answers.filename} holds answers of another model, policy or budget: "
                     "give each its own --use_cache path."
@@ -187,23 +185,23 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         super().set_cache_hook(cache_hook)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer every prompt. Raises UserError, before the first answer, for what does not fit or is not offered."""
+        """Answer every prompt. Raises UserError, before the first answer, for one too long or not offered."""
         from tqdm import tqdm  # type: ignore[import-untyped]
 
-        asked = list(self._requests(requests))
+        own_requests = list(self._requests(requests))
         texts: dict[int, str] = {}
-        with tqdm(total=len(asked), desc="Generating under the policy", disable=disable_tqdm) as bar:
-            for completion in self._generator.run(asked):
+        with tqdm(total=len(own_requests), desc="Generating under the policy", disable=disable_tqdm) as bar:
+            for completion in self._generator.run(own_requests):
                 index = completion.key
                 assert isinstance(index, int)
                 text = completion.text
-                if asked[index].thinking:
-                    text = thinking.answer_of(text, self._thinking.opened).text
+                if own_requests[index].thinking:
+                    text = thinking.strip_thought(text, self._thinking.opened).text
                 texts[index] = text
-                if asked[index].sampling.temperature == 0:
+                if own_requests[index].sampling.temperature == 0:
                     self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 bar.update()
-        return [texts[index] for index in range(len(asked))]
+        return [texts[index] for index in range(len(own_requests))]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether greedy decoding would give it."""
@@ -213,20 +211,20 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
                     f"{_named(request)} asks for a continuation of an empty context, and there is nothing to evict "
                     "from: such metrics (mutual information) are not offered under a policy."
                 )
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Refused: a text without a prompt has no budget to keep to."""
+        """Raises UserError: a text without a prompt has no budget to keep to."""
         raise UserError(
             "Rolling log-likelihood scores whole texts without a prompt, which says nothing about eviction: "
             "use `evictbench run --suite fidelity` for perplexity under a policy."
         )
 
     def choices(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Choice]:
-        """Token ids of contexts and continuations as choices, keyed by number, those of one context side by side.
+        """Pairs of context and continuation (token ids) as choices, keyed by number and grouped by context.
 
-        Raises UserError for one that is longer than the window.
+        Raises UserError for a pair that is longer than the window.
         """
         by_context: dict[tuple[int, ...], list[Choice]] = {}
         for number, (context, continuation) in enumerate(pairs):
@@ -244,17 +242,18 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         from tqdm import tqdm  # type: ignore[import-untyped]
 
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         choices = self.choices([(context, continuation) for _, context, continuation in requests])
         with tqdm(total=len(requests), desc="Scoring under the policy", disable=disable_tqdm) as bar:
             for scored in self._scorer.run(choices):
                 assert isinstance(scored.key, int)
-                found[scored.key] = (scored.logprob, scored.greedy)
-                self.cache_hook.add_partial("loglikelihood", requests[scored.key][0], found[scored.key])
+                scores[scored.key] = (scored.logprob, scored.greedy)
+                self.cache_hook.add_partial("loglikelihood", requests[scored.key][0], scores[scored.key])
                 bar.update()
-        return [found[number] for number in range(len(requests))]
+        return [scores[number] for number in range(len(requests))]
 
     def _requests(self, instances: Sequence[Instance]) -> Iterator[Request]:
+        """lm-eval's requests as the engine's, keyed by their index."""
         repeats: Counter[tuple[Any, ...]] = Counter()
         for index, instance in enumerate(instances):
             text, given = instance.args[:2]
@@ -267,7 +266,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
                     "limit with --gen_kwargs max_gen_toks=N, or leave the sample out."
                 )
             sample = (instance.task_name, instance.doc_id, instance.idx)
-            identity = int.from_bytes(hashlib.sha256(repr(sample).encode()).digest()[:8])
+            sample_bits = int.from_bytes(hashlib.sha256(repr(sample).encode()).digest()[:8])
             yield Request(
                 key=index,
                 prompt=tuple(prompt),
@@ -275,25 +274,10 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
                 max_new_tokens=limit,
                 stop=stop,
                 sampling=sampling,
-                draw=(identity, repeats[sample]),
+                draw=(sample_bits, repeats[sample]),
                 thinking=self._thinking is not None and self._thinking.on,
             )
             repeats[sample] += 1
-
-
-PREFILLS = ("native", "dense", "bounded")
-SWITCH = ("auto", "on", "off")
-ARGUMENTS = (
-    *("pretrained", "policy", "budget", "prefill", "chunk", "batch_size", "dtype", "device"),
-    *("max_length", "thinking", "seed", "trust_remote_code"),
-)
-
-
-def suite_for(task: str) -> Suite:
-    """A suite of one lm-eval task, group or tag, by its name; see lm_suite.py."""
-    from evictbench.harness import suite
-
-    return suite.suite_for(task)
 
 
 def _named(instance: Instance) -> str:
@@ -301,5 +285,5 @@ def _named(instance: Instance) -> str:
 
 
 def _word(value: Any) -> str:
-    """lm-eval reads "on" as a word but "true" as a truth value."""
+    """A switch's word: lm-eval reads "true" and "false" as booleans, "on" and "off" as text."""
     return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)

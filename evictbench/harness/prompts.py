@@ -1,49 +1,48 @@
-"""Documents of an lm-eval task as finished prompts, and its own grading of what came back."""
+"""The documents of an lm-eval task as finished prompts, and the task's own grading of the answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evictbench import hub
-from evictbench.errors import UserError
-from evictbench.harness.arguments import SCORED, encode_pair
-from evictbench.suite.datasets import Documents
+from evictbench.errors import UserError, first_line
+from evictbench.evaluation import tasks, thinking
+from evictbench.harness.arguments import SCORED, encode_pair, render_chat
+from evictbench.suite.datasets import Documents, hub_cache_only
 from evictbench.suite.spec import PreparedSuite, SuiteRequest
+from evictbench.suite.tasks import prepared_documents
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks import TaskManager
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
-class Graded:
-    """The task that a document is of, and its number there. Kept out of copies and of records."""
+class Source:
+    """Where a document comes from: its task and its number there. A deep copy of it is itself."""
 
     task: ConfigurableTask
     doc_id: int
 
-    def __deepcopy__(self, memo: object) -> Graded:
+    def __deepcopy__(self, memo: object) -> Source:
         return self
 
 
 def documents(task: str, lm_eval_documents: Mapping[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
-    """lm-eval `custom_dataset` of the wrapper: what `prepare` put into the metadata."""
-    if not lm_eval_documents or task not in lm_eval_documents:
-        raise UserError(f"{task} was not prepared: hand the metadata of the suite's prepare(...) to TaskManager.")
-    return {"test": lm_eval_documents[task]}
+    """lm-eval `custom_dataset` of the wrapping task: the documents that `prepare` put into the metadata."""
+    return prepared_documents(task, lm_eval_documents)
 
 
 def grade(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
-    """lm-eval `process_results` of the wrapper: the task's own filters and grading.
+    """lm-eval `process_results` of the wrapping task: the lm-eval task's own filters and grading.
 
-    results: one text, or the (log-probability, greedy) of each choice. Metrics of filters behind the first are named
-    `metric,filter`. `score` is the first of them that is a mean over samples, higher being better.
+    results: one text, or the (log-probability, whether greedy) of each choice. The metrics of a second or later filter
+    are named `metric,filter`. `score` is the first metric that is a mean over samples, better when higher.
     """
     from lm_eval.api.instance import Instance
 
@@ -53,8 +52,8 @@ def grade(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
     for number, pipeline in enumerate(task._filters):
         instances = [Instance("graded", own, ("",), i, (task.task_name, doc_id, 1), [r]) for i, r in enumerate(results)]
         pipeline.apply(instances)
-        found = task.process_results(own, [instance.filtered_resps[pipeline.name] for instance in instances])
-        for name, value in found.items():
+        graded = task.process_results(own, [instance.filtered_resps[pipeline.name] for instance in instances])
+        for name, value in graded.items():
             if isinstance(value, bool | int | float) or hasattr(value, "dtype"):
                 metrics.setdefault(name if number == 0 else f"{name},{pipeline.name}", float(value))
     for name in _means(task):
@@ -64,16 +63,17 @@ def grade(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
 
 
 def prepare(manager: TaskManager, names: Sequence[str], request: SuiteRequest) -> PreparedSuite:
-    """The tasks' documents as finished prompts. Raises UserError for data that cannot be had and for tasks without a
-    metric that is a mean."""
-    from evictbench.evaluation import tasks, thinking
+    """The tasks' documents as finished prompts.
 
-    if request.chat and thinking.default(request.tokenizer).on:
+    Raises UserError for data that cannot be had, for tasks without a metric that is a mean, and for prompts that open
+    a thought.
+    """
+    if request.chat and thinking.template_default(request.tokenizer).on:
         raise UserError(
             "lm-eval's stop strings would end an answer inside its thought: use --thinking off, or --chat off, for "
             "an lm-eval task."
         )
-    made: dict[str, Documents] = {}
+    prepared: dict[str, Documents] = {}
     data: dict[str, str] = {}
     for name in request.tasks or names:
         task = _load(manager, name)
@@ -84,23 +84,23 @@ def prepare(manager: TaskManager, names: Sequence[str], request: SuiteRequest) -
                 "run it with `evictbench-lm-eval --model evictbench`."
             )
         count = len(task.task_docs) if request.limit is None else min(request.limit, len(task.task_docs))
-        # One after the other: examples drawn for a prompt depend on those drawn before.
+        # In order: the examples drawn for a prompt depend on those drawn before.
         finished = [_document(task, doc_id, request) for doc_id in range(count)]
-        made[name] = Documents(finished, lambda index, doc: doc)
+        prepared[name] = Documents(finished, lambda index, doc: doc)
         config = task.config
         origin = " ".join(str(part) for part in (config.dataset_path, config.dataset_name) if part)
         data[f"{name} ({origin})"] = f"sha256:{_hash(task)}"
-    return PreparedSuite(tasks=tuple(made), metadata={"lm_eval_documents": made}, data=data)
+    return PreparedSuite(tasks=tuple(prepared), metadata={"lm_eval_documents": prepared}, data=data)
 
 
 def _load(manager: TaskManager, name: str) -> ConfigurableTask:
     try:
-        with _cache_alone_if_unreachable():
+        with hub_cache_only(hub.why_unreachable() is not None):
             return manager.load([name])["tasks"][name]
     except UserError:
         raise
     except Exception as error:  # the data set's libraries raise many kinds, none of them promised
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         config = manager.task_index[name].cfg or {}
         raise UserError(
             f"The lm-eval task {name} cannot be loaded ({reason}); lm-eval takes its data from "
@@ -108,25 +108,12 @@ def _load(manager: TaskManager, name: str) -> ConfigurableTask:
         ) from error
 
 
-@contextmanager
-def _cache_alone_if_unreachable() -> Iterator[None]:
-    """`datasets` otherwise asks a hub that is out of reach again and again for half a minute."""
-    import datasets
-
-    before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or hub.why_unreachable() is not None
-    try:
-        yield
-    finally:
-        datasets.config.HF_HUB_OFFLINE = before
-
-
 def _document(task: ConfigurableTask, doc_id: int, request: SuiteRequest) -> dict[str, Any]:
-    """A finished prompt; for log-likelihood tasks, the ids of every context and continuation with it."""
+    """A document with its finished prompt and, for log-likelihood tasks, the token ids of every choice."""
     doc = task.task_docs[doc_id]
     chat = {
         "apply_chat_template": request.chat,
-        "chat_template": _in_template(request.tokenizer) if request.chat else None,
+        "chat_template": partial(render_chat, request.tokenizer) if request.chat else None,
     }
     context = task.fewshot_context(
         doc,
@@ -135,21 +122,22 @@ def _document(task: ConfigurableTask, doc_id: int, request: SuiteRequest) -> dic
         gen_prefix=task.doc_to_prefix(doc) or None,
         **chat,
     )
-    made = task.construct_requests(doc, context, metadata=(task.task_name, doc_id, 1), **chat)
-    requests = made if isinstance(made, list) else [made]
+    constructed = task.construct_requests(doc, context, metadata=(task.task_name, doc_id, 1), **chat)
+    requests = constructed if isinstance(constructed, list) else [constructed]
     finished = {
         "index": doc_id,
         "input": str(requests[0].args[0]),
         "target": str(task.doc_to_target(doc)),
-        "source": Graded(task, doc_id),
+        "source": Source(task, doc_id),
     }
     if task.OUTPUT_TYPE in SCORED:
-        finished["texts"] = [str(one.args[1]) for one in requests]
-        finished["choices"] = [_choice(task.task_name, doc_id, one.args, request) for one in requests]
+        finished["texts"] = [str(choice.args[1]) for choice in requests]
+        finished["choices"] = [_choice(task.task_name, doc_id, choice.args, request) for choice in requests]
     return finished
 
 
 def _choice(name: str, doc_id: int, pair: Sequence[str], request: SuiteRequest) -> tuple[list[int], list[int]]:
+    """Token ids of a choice's context and continuation. Raises UserError for a choice that cannot be scored."""
     if not pair[0]:
         raise UserError(
             f"{name}, sample {doc_id}, scores a continuation of an empty context, where there is nothing to evict "
@@ -166,30 +154,20 @@ def _choice(name: str, doc_id: int, pair: Sequence[str], request: SuiteRequest) 
     return context, continuation
 
 
-def _in_template(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
-    def render(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
-
-    return render
-
-
 def _means(task: ConfigurableTask) -> list[str]:
-    """Metrics that are a mean over samples and better when higher, in the task's order."""
+    """The task's metrics, in its order, that are a mean over samples and better when higher."""
     from lm_eval.api.registry import get_aggregation
 
     mean, better = get_aggregation("mean"), task.higher_is_better()
-    return [name for name, how in task.aggregation().items() if how is mean and better.get(name) is not False]
+    return [
+        name
+        for name, aggregation in task.aggregation().items()
+        if aggregation is mean and better.get(name) is not False
+    ]
 
 
 def _hash(task: ConfigurableTask) -> str:
-    """sha256 of all the task's documents, however many are run."""
+    """sha256 of all documents of the task, however many are run."""
     whole = hashlib.sha256()
     for doc in task.task_docs:
         whole.update(json.dumps(doc, ensure_ascii=False, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))

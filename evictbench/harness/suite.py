@@ -1,8 +1,8 @@
 """`--suite lm-eval:<task>`: any lm-eval task, group or tag as a suite, its results like any other's.
 
-The task itself makes the prompts and grades (lm_prompts.py), as lm-eval's evaluator would have it do. Around it stands
-a task of ours whose documents are the finished prompts, so that generation goes through the ordinary run;
-log-likelihood tasks bring a generator that scores their choices (lm_choices.py).
+The lm-eval task makes its own prompts and grades the answers (prompts.py), as under lm-eval's evaluator. It is wrapped
+in a task of ours whose documents are the finished prompts, so that generation goes through the ordinary run.
+Log-likelihood tasks bring a generator that scores their choices (loglikelihood.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.evaluation.tasks import task_manager
 from evictbench.harness.arguments import SCORED, generation_settings
 from evictbench.harness.prompts import prepare
 from evictbench.suite.spec import GREEDY, Protocol, Sampling, Suite
@@ -50,13 +51,13 @@ metadata:
   version: {version}
   chat: false
 """
-"""`chat: false`: a prompt is in the chat template already where the run asks for that."""
+"""YAML of the wrapping task. `chat: false`: where the run asks for the chat template, a prompt is in it already."""
 
 
 def suite_for(name: str) -> Suite:
-    """A suite of one task, group or tag by its lm-eval name, or of the task in a YAML file.
+    """A suite of one task, group or tag. name: lm-eval's, or the path of a YAML file that holds a task.
 
-    Raises UserError for an unknown name, and for what cannot be run under a policy.
+    Raises UserError for an unknown name, and for tasks that cannot be run under a policy.
     """
     manager, names = _find(name)
     configs = {leaf: dict(manager.task_index[leaf].cfg or {}) for leaf in names}
@@ -92,32 +93,27 @@ def suite_for(name: str) -> Suite:
         protocols={
             "default": Protocol(source="lm-eval", tasks=names, sampling=sampling, repeats=repeats, chat=False),
         },
-        generator=_choice_generator if scores else None,
+        generator=_loglikelihood_generator if scores else None,
     )
 
 
-def _choice_generator(plan: Any, load: Callable[[Any], Any]) -> Any:
-    from evictbench.harness.choices import ChoiceGenerator
+def _loglikelihood_generator(plan: Any, load: Callable[[Any], Any]) -> Any:
+    from evictbench.harness.loglikelihood import LoglikelihoodGenerator
 
-    return ChoiceGenerator(plan, load(plan))
+    return LoglikelihoodGenerator(plan, load(plan))
 
 
 def _find(name: str) -> tuple[TaskManager, tuple[str, ...]]:
-    """The task manager that knows a name, and the tasks that the name stands for."""
-    import logging
-
-    from lm_eval.tasks import TaskManager
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    """The task manager that knows a name, and the names of the tasks that it stands for."""
     if name.endswith(".yaml"):
         path = Path(name).expanduser()
         if not path.is_file():
             raise UserError(f"There is no task file {name}.")
-        manager = TaskManager(include_path=str(path.resolve().parent), include_defaults=False)
-        found = [leaf for leaf, entry in manager.task_index.items() if entry.yaml_path == path.resolve()]
-        if not found:
+        manager = task_manager(include_path=str(path.resolve().parent), include_defaults=False)
+        defined = [leaf for leaf, entry in manager.task_index.items() if entry.yaml_path == path.resolve()]
+        if not defined:
             raise UserError(f"The file {name} defines no lm-eval task.")
-        return manager, tuple(_leaves(manager, found[0], found[0]))
+        return manager, tuple(_leaves(manager, defined[0], defined[0]))
     manager = _own_tasks()
     if name not in manager.task_index:
         near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
@@ -128,12 +124,12 @@ def _find(name: str) -> tuple[TaskManager, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def _own_tasks() -> TaskManager:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager()
+    """The manager of all tasks that come with lm-eval; making it takes seconds."""
+    return task_manager()
 
 
 def _leaves(manager: TaskManager, name: str, asked: str) -> Iterator[str]:
+    """The tasks in a task, group or tag. asked: the name that the user gave, for sentences."""
     entry = manager.task_index.get(name)
     kind = entry.kind.name if entry is not None else ""
     if entry is None or kind == "PY_TASK":
@@ -152,13 +148,13 @@ def _leaves(manager: TaskManager, name: str, asked: str) -> Iterator[str]:
 
 
 def _sampling(name: str, configs: Mapping[str, Mapping[str, Any]]) -> tuple[Sampling, int]:
-    """How the tasks draw their answers, and how often; the filters that count votes are left to maj@k."""
-    found = {
+    """How the tasks sample their answers, and how many each; filters that count votes are left to maj@k."""
+    ways = {
         (generation_settings(config.get("generation_kwargs") or {}, leaf)[0], int(config.get("repeats") or 1))
         for leaf, config in configs.items()
         if config.get("output_type") not in SCORED
     }
-    if len(found) > 1:
+    if len(ways) > 1:
         raise UserError(f"The tasks of lm-eval's {name} draw their answers in different ways: name them one by one.")
-    sampling, repeats = found.pop() if found else (GREEDY, 1)
+    sampling, repeats = ways.pop() if ways else (GREEDY, 1)
     return sampling, 1 if sampling == GREEDY else repeats

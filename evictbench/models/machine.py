@@ -1,7 +1,8 @@
-"""The machine that a result is made on: versions, commit and device; how fast it copies memory, how much is in use."""
+"""The machine that a result is made on: versions, commit, devices, the speed of its memory, and how much is in use."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
@@ -17,26 +18,58 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+LIBRARIES = ("evictbench", "torch", "transformers", "tokenizers", "lm-eval", "datasets", "numpy")
+"""Libraries whose versions a result states."""
+
 COPIES = 8
 """Copies of which the fastest counts."""
 
 MOST_COPIED = {"cuda": 2**30, "cpu": 2**28}
-"""Bytes of the tensor that is copied: more than any cache of the processor holds."""
-
-LIBRARIES = ("evictbench", "torch", "transformers", "tokenizers", "lm-eval", "datasets", "numpy")
+"""Bytes of the tensor that is copied, by device type: more than any cache of the processor holds."""
 
 
-def devices_of(model: PreTrainedModel) -> list[torch.device]:
-    """The devices that hold the model, that of its input first."""
+def versions() -> dict[str, str]:
+    """The version of Python and of each library that can change a score; those not installed are left out."""
+    installed = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
+
+
+def commit() -> str | None:
+    """The commit that evictbench runs from, with "+changes" if tracked files differ from it; None outside git."""
+    here = Path(__file__).resolve().parent
+    head = _git(here, "rev-parse", "HEAD")
+    inside = _git(here, "ls-files", "--error-unmatch", "machine.py")
+    if not head or not inside:
+        return None
+    return head + ("+changes" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def device_names(model: PreTrainedModel) -> str:
+    """The devices that hold the model, as results name them: "cpu", "cuda: NVIDIA H200", "cuda: 2 x NVIDIA H200"."""
+    import torch
+
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if not all(name.startswith("cuda") for name in devices):
+        return ", ".join(devices)
+    kinds = {torch.cuda.get_device_name(name) for name in devices}
+    count = f"{len(devices)} x " if len(devices) > 1 else ""
+    return f"cuda: {count}{', '.join(sorted(kinds))}"
+
+
+def model_devices(model: PreTrainedModel) -> list[torch.device]:
+    """The devices that hold the model, the one that takes its input first."""
     return list(dict.fromkeys([model.device, *(parameter.device for parameter in model.parameters())]))
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """What measures of time depend on: processor, threads, memory in bytes."""
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The parts of a machine that times depend on: processor, threads, memory in bytes. device: that of the model."""
     import psutil
     import torch
 
-    found: dict[str, Any] = {
+    parts: dict[str, Any] = {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -45,12 +78,12 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return found
+        parts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return parts
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that one tensor's copy reads and writes, both counted: the fastest of a few."""
+    """Bytes per second of copying one tensor, those read and those written both counted; the fastest of `COPIES`."""
     import psutil
     import torch
 
@@ -77,11 +110,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return float(2 * size / min(times))
 
 
-class Memory:
-    """Memory in use: of GPUs what torch has allocated and reserved on them; on a CPU, what of the process is resident.
-
-    peak: the most that was allocated since the last `restart`; on a CPU the most that `now` has found since.
-    """
+class MemoryUsage:
+    """Memory in use: what torch has allocated and reserved on GPUs, or the resident memory of the process on a CPU."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         import psutil
@@ -90,29 +120,28 @@ class Memory:
         self._process = psutil.Process()
         self._largest = 0
 
-    def free(self) -> None:
-        """Give back what nothing uses any more, to the device or to the system."""
+    def release_unused(self) -> None:
+        """Give memory that nothing uses any more back to the device or the system."""
         import torch
 
         gc.collect()
         if self.gpus:
             torch.cuda.empty_cache()
         elif sys.platform == "linux":
-            import contextlib
             import ctypes
 
             with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
                 ctypes.CDLL(None).malloc_trim(0)
 
-    def restart(self) -> None:
-        """Forget the peak."""
+    def reset_peak(self) -> None:
+        """Begin a new peak."""
         import torch
 
         self._largest = 0
         for gpu in self.gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
 
-    def now(self) -> tuple[int, int]:
+    def current(self) -> tuple[int, int]:
         """Bytes allocated, and bytes reserved."""
         import torch
 
@@ -120,22 +149,22 @@ class Memory:
             resident = int(self._process.memory_info().rss)
             self._largest = max(self._largest, resident)
             return resident, resident
-        found = [torch.cuda.memory_stats(gpu) for gpu in self.gpus]
+        stats = [torch.cuda.memory_stats(gpu) for gpu in self.gpus]
         allocated, reserved = (
-            sum(int(one.get(f"{name}_bytes.all.current", 0)) for one in found) for name in ("allocated", "reserved")
+            sum(int(gpu.get(f"{name}_bytes.all.current", 0)) for gpu in stats) for name in ("allocated", "reserved")
         )
         return allocated, reserved
 
     def available(self) -> int | None:
-        """Bytes that a CPU's process may still take; None on GPUs, which say so themselves when they have no more. A
-        system that promises more than it has would end the process instead."""
+        """Bytes that the process may still take on a CPU, where a system that overcommits would kill it; None on GPUs,
+        where torch raises an error when there is no more."""
         import psutil
 
         return None if self.gpus else int(psutil.virtual_memory().available)
 
     @property
     def peak(self) -> int:
-        """The most that was allocated since the last `restart`."""
+        """The most bytes allocated since the last `reset_peak`; on a CPU the most that `current` has returned since."""
         import torch
 
         if not self.gpus:
@@ -143,15 +172,15 @@ class Memory:
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in self.gpus)
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether an error says that there was no memory left, on a GPU or for the process."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that there was no memory left, on a GPU or for the process."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, as far as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -160,39 +189,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor()
-
-
-def versions() -> dict[str, str]:
-    """Python's version and that of each library that can move a score; those not installed are left out."""
-    found = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def commit() -> str | None:
-    """The commit that evictbench runs from, with "+changes" if its files differ from it; None outside git."""
-    here = Path(__file__).resolve().parent
-    head = _git(here, "rev-parse", "HEAD")
-    inside = _git(here, "ls-files", "--error-unmatch", "machine.py")
-    if not head or not inside:
-        return None
-    return head + ("+changes" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else "")
-
-
-def device_of(model: PreTrainedModel) -> str:
-    """The devices that hold the model, in words: "cpu", "cuda: NVIDIA H200", "cuda: 2 x NVIDIA H200"."""
-    import torch
-
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if not all(name.startswith("cuda") for name in devices):
-        return ", ".join(devices)
-    kinds = {torch.cuda.get_device_name(name) for name in devices}
-    count = f"{len(devices)} x " if len(devices) > 1 else ""
-    return f"cuda: {count}{', '.join(sorted(kinds))}"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The card of trained weights in words, written from its data."""
+"""The card of trained weights as Markdown, written from its data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def in_words(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def markdown(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """README.md of a folder of weights: what they are, how they were made, what they reached, how to use them.
 
-    data: config.json. Headings whose data is absent are left out.
+    data: the content of config.json; headings whose data is absent are left out. tensors: the weights, by name.
     """
     base, training = data["base_model"], data.get("training", {})
     variant = f", variant `{data['variant']}`" if data["variant"] else ""
@@ -37,7 +37,7 @@ def in_words(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
             else "They load on models of this shape only."
         ),
         "",
-        f"    evictbench run --policy {_named(data)} {'--weights FOLDER ' if tensors else ''}--model MODEL "
+        f"    evictbench run --policy {_policy_argument(data)} {'--weights FOLDER ' if tensors else ''}--model MODEL "
         "--budget 256 --suite SUITE",
     ]
     if finetuned := data.get("finetuned"):
@@ -59,19 +59,19 @@ def in_words(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _named(data: Mapping[str, Any]) -> str:
-    """The policy as `--policy` takes it."""
+def _policy_argument(data: Mapping[str, Any]) -> str:
+    """The policy and its changed settings, as `--policy` takes them."""
     settings = ",".join(f"{name}={value}" for name, value in data.get("changed_settings", {}).items())
     return f"{data['policy']}:{settings}" if settings else str(data["policy"])
 
 
 def _items(content: Mapping[str, Any]) -> list[str]:
-    return [f"- {name.replace('_', ' ')}: {_said(value)}" for name, value in content.items() if value not in (None, {})]
+    return [f"- {name.replace('_', ' ')}: {_text(value)}" for name, value in content.items() if value not in (None, {})]
 
 
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping) and all(isinstance(inner, (int, float, str)) for inner in value.values()):
-        return ", ".join(f"{name} {_said(inner)}" for name, inner in value.items())
+        return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items())
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
-"""Models that are a shape alone: published sizes and random weights, made on the device, with nothing to download.
+"""Models of random weights in published sizes, made on the device, with nothing to download.
 
-Speed and memory depend on sizes and not on what weights say, so that a trace needs no checkpoint. What such a model
-writes means nothing, and it has no tokenizer.
+Speed and memory depend on sizes and not on the values of weights, so that a trace needs no checkpoint. What such a
+model writes means nothing, and it has no tokenizer.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
-from evictbench.registry import unknown
+from evictbench.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 PREFIX = "shape:"
+"""What the name of such a model begins with."""
 
 SHARE = 0.9
 """Share of a device's memory that weights may fill."""
@@ -24,7 +24,7 @@ SHARE = 0.9
 
 @dataclass(frozen=True)
 class Shape:
-    """One published model. parameters: how many it has, each tied one once. sizes: as its config.json has them."""
+    """The sizes of a published model. parameters: how many, tied ones counted once. sizes: those of config.json."""
 
     model_type: str
     parameters: int
@@ -32,7 +32,7 @@ class Shape:
     sizes: Mapping[str, Any]
 
     def config(self) -> PretrainedConfig:
-        """The transformers config."""
+        """The config of transformers."""
         from transformers import CONFIG_MAPPING
 
         config: PretrainedConfig = CONFIG_MAPPING[self.model_type](**self.sizes, dtype=self.dtype)
@@ -114,16 +114,16 @@ def is_shape(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def named(name: str) -> Shape:
-    """The shape "shape:qwen3-8b" names."""
-    wanted = name.removeprefix(PREFIX).lower()
-    if wanted not in SHAPES:
-        raise unknown("shape", wanted, SHAPES)
-    return SHAPES[wanted]
+def find_shape(name: str) -> Shape:
+    """The shape that a name like "shape:qwen3-8b" stands for; UserError for one that is not known."""
+    key = name.removeprefix(PREFIX).lower()
+    if key not in SHAPES:
+        raise unknown("shape", key, SHAPES)
+    return SHAPES[key]
 
 
-def device_for(device: str) -> str:
-    """One device for a model of random weights: "auto" is the first GPU, or the CPU where there is none."""
+def resolve_device(device: str) -> str:
+    """The one device of a model of random weights. "auto" is the first GPU, or the CPU where there is none."""
     import torch
 
     from evictbench.models.devices import SPREAD, check_device
@@ -137,7 +137,7 @@ def device_for(device: str) -> str:
 
 
 def check_room(shape: Shape, name: str, device: str, dtype: str) -> None:
-    """Raise UserError where the weights alone are more than the device has room for."""
+    """Raise UserError where the weights alone take more than the device has."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -146,16 +146,16 @@ def check_room(shape: Shape, name: str, device: str, dtype: str) -> None:
         import psutil
 
         room = psutil.virtual_memory().available
-    wanted = shape.parameters * getattr(torch, dtype).itemsize
-    if wanted > SHARE * room:
+    needed = shape.parameters * getattr(torch, dtype).itemsize
+    if needed > SHARE * room:
         raise UserError(
-            f"The weights of {name} take {wanted / 2**30:.1f} GiB in {dtype}, and {device} has {room / 2**30:.1f} GiB: "
+            f"The weights of {name} take {needed / 2**30:.1f} GiB in {dtype}, and {device} has {room / 2**30:.1f} GiB: "
             "choose a smaller shape, a smaller dtype, or another --device."
         )
 
 
 def build(shape: Shape, device: str, dtype: str, seed: int) -> PreTrainedModel:
-    """The model with random weights, made where it will lie, in eval mode."""
+    """The model with random weights, made on its device, in eval mode."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -166,5 +166,5 @@ def build(shape: Shape, device: str, dtype: str, seed: int) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config(), dtype=getattr(torch, dtype))
     except torch.OutOfMemoryError as error:
         raise UserError(f"The weights do not fit on {device}: {error}") from error
-    made: PreTrainedModel = model.eval()
-    return made
+    built: PreTrainedModel = model.eval()
+    return built

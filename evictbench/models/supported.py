@@ -1,4 +1,4 @@
-"""Which models can be measured: plain softmax attention in every layer, a key and a value per KV head."""
+"""Which models can be measured: those with plain softmax attention in every layer, a key and a value per KV head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER_KINDS = {
     "conv": "convolution",
     "indexed_attention": "indexed sparse attention",
 }
-"""`layer_types` of configs, in words. Kinds that are not listed are refused under their own name."""
+"""What to call the `layer_types` of configs. Kinds that are not listed are refused under their own name."""
 
 REFUSED_SETTINGS = {
     "kv_lora_rank": "multi-head latent attention, whose cache has no keys and values per head",
@@ -28,18 +28,18 @@ REFUSED_SETTINGS = {
     "cross_attention_layers": "cross-attention layers",
     "attn_logit_softcapping": "soft-capped attention logits",
 }
-"""Config settings that, when set, change what attention is or what its cache holds."""
+"""Config settings that change attention, or what its cache holds, when they are set."""
 
 REFUSED_TYPES = {
     "diffllama": "differential attention",
     "doge": "dynamic-mask attention",
     "minimax_m3_vl_text": "block-sparse attention",
 }
-"""Model types whose attention differs in a way that no setting shows."""
+"""Model types whose attention differs without a setting that says so."""
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raise UserError for a model that is not plain softmax attention, naming the layers or the feature."""
+    """Raise UserError for a model whose attention is not plain softmax attention, naming the layers or the feature."""
     text: Any = config.get_text_config(decoder=True)
     kind = text.model_type
     if config.is_encoder_decoder:
@@ -59,13 +59,13 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def check_attention_interface(model_class: Any, kind: str) -> None:
-    """Raise UserError for a model class whose attention transformers' interface cannot replace."""
+    """Raise UserError for a model class whose attention cannot be replaced through transformers' interface."""
     if not (getattr(model_class, "_supports_attention_backend", False) and model_class._can_set_attn_implementation()):
         raise _refusal(kind, "its attention does not go through transformers' attention interface")
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """Tokens that the model reads at most, the answer included; RoPE scaling set in the config counts."""
+    """The most tokens that the model reads, its answer included. RoPE scaling that the config sets counts."""
     text: Any = config.get_text_config(decoder=True)
     window = getattr(text, "max_position_embeddings", None)
     if not window:
@@ -92,7 +92,7 @@ def _check_model_class(config: PretrainedConfig) -> None:
 
 
 def _odd_layers(text: Any) -> dict[str, list[int]]:
-    """Layers that are not plain attention, by kind, in words."""
+    """The layers that are not plain attention, by what their kind is called."""
     try:
         window = getattr(text, "sliding_window", None)
     except RuntimeError:  # set per layer
@@ -106,23 +106,23 @@ def _odd_layers(text: Any) -> dict[str, list[int]]:
     odd: dict[str, list[int]] = defaultdict(list)
     for layer, kind in enumerate(kinds):
         if kind not in PLAIN_LAYERS:
-            words = LAYER_KINDS.get(kind, f"`{kind}`")
-            odd[f"{words} of {window} tokens" if kind == "sliding_attention" and window else words].append(layer)
+            name = LAYER_KINDS.get(kind, f"`{kind}`")
+            odd[f"{name} of {window} tokens" if kind == "sliding_attention" and window else name].append(layer)
     return dict(odd)
 
 
 def _ranges(layers: list[int]) -> str:
-    """[0, 1, 2, 4, 6] -> "layers 0-2, 4, 6"; shortened where it would fill the line."""
+    """[0, 1, 2, 4, 6] as "layers 0-2, 4, 6"; more than eight ranges are shortened."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:
             runs[-1] = [runs[-1][0], layer]
         else:
             runs.append([layer])
-    words = ["-".join(map(str, run)) for run in runs]
-    if len(words) > 8:
-        words = [*words[:6], "...", words[-1]]
-    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(words)
+    texts = ["-".join(map(str, run)) for run in runs]
+    if len(texts) > 8:
+        texts = [*texts[:6], "...", texts[-1]]
+    return ("layer " if len(layers) == 1 else "layers ") + ", ".join(texts)
 
 
 def _refusal(kind: str, reason: str) -> UserError:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from evictbench.plot.style import order
+from evictbench.plot.style import in_order
 from evictbench.stats.intervals import Interval, mean_of_means
 from evictbench.store.frame import cells
-from evictbench.store.select import guarded
+from evictbench.store.select import budget_bounds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -23,10 +23,13 @@ Panels = Mapping[str, "pd.DataFrame"]
 
 
 def budget_points(panels: Panels, metric: str = "score") -> pd.DataFrame:
-    """One row per panel, policy and budget: `value` (the mean of `metric` over tasks, each task's over its documents),
-    `low` and `high` (95%), `entries` (where the budget stands: the number given, or the mean that was measured for a
-    share of the text and for a policy without a guard; null without a budget), `seen` (entries per KV head that a
-    decode query saw, mean), `cache_bytes` (mean), `tasks` and `documents` (counted over them)."""
+    """One row per panel, policy and budget.
+
+    value: the mean of `metric` over tasks, each task's over its documents; low, high: its 95% interval. entries: the
+    budget's place on the axis, which is the given number, or the measured mean for a share of the text and for a policy
+    whose budget is no bound; null without a budget. seen: entries per KV head that a decode query saw, mean.
+    cache_bytes: mean. tasks, documents: how many.
+    """
     import pandas as pd
 
     rows = [row for name, samples in panels.items() for row in _points(name, samples, metric)]
@@ -34,21 +37,23 @@ def budget_points(panels: Panels, metric: str = "score") -> pd.DataFrame:
 
 
 def fidelity_points(panels: Panels) -> pd.DataFrame:
-    """The same for KL and for the perplexity ratio, a panel each."""
+    """`budget_points` of KL and of the perplexity ratio, with a panel for each and the column `metric`."""
     import pandas as pd
 
     frames = []
     for name, samples in panels.items():
-        for metric, words in (("kl", "KL"), ("ppl_ratio", "perplexity ratio")):
-            panel = ", ".join(filter(None, (name, words)))
+        for metric, title in (("kl", "KL"), ("ppl_ratio", "perplexity ratio")):
+            panel = ", ".join(filter(None, (name, title)))
             frames.append(budget_points({panel: samples}, metric).assign(metric=metric))
     return pd.concat(frames, ignore_index=True)
 
 
 def error_modes(panels: Panels) -> pd.DataFrame:
-    """One row per panel, policy and budget: the score that is lost, in [0, 1], by how the answers ended. `repetition`:
-    in a loop; `over_long`: cut off by the token limit or inside a thought, and in no loop; `wrong`: neither. With
-    right-or-wrong scores these are shares of answers. They add up, with `score`, to 1; tasks count alike."""
+    """One row per panel, policy and budget: the lost score, in [0, 1], by how the answers ended.
+
+    repetition: in a loop; over_long: cut off by the token limit or inside a thought, and in no loop; wrong: neither. Of
+    right-or-wrong scores these are shares of answers. Together with `score` they add up to 1. Tasks weigh alike.
+    """
     import pandas as pd
 
     rows = []
@@ -63,11 +68,11 @@ def error_modes(panels: Panels) -> pd.DataFrame:
                 "score": samples["score"].astype(float),
             }
         )
-        of_document = modes.groupby(_keys(samples, "policy", "budget", "task", "doc_id")).mean()
-        of_task = of_document.groupby(level=[0, 1, 2]).mean()
-        of_cell = of_task.groupby(level=[0, 1]).mean()
-        documents = of_document.groupby(level=[0, 1]).size()
-        for (policy, budget), row in of_cell.iterrows():
+        by_document = modes.groupby(_keys(samples, "policy", "budget", "task", "doc_id")).mean()
+        by_task = by_document.groupby(level=[0, 1, 2]).mean()
+        by_cell = by_task.groupby(level=[0, 1]).mean()
+        documents = by_document.groupby(level=[0, 1]).size()
+        for (policy, budget), row in by_cell.iterrows():
             rows.append(
                 {
                     "panel": panel,
@@ -81,22 +86,22 @@ def error_modes(panels: Panels) -> pd.DataFrame:
 
 
 def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
-    """Panel by panel, policies as legends name them, budgets by size, shares of the text behind numbers."""
-    panels, policies = list(dict.fromkeys(frame["panel"])), order(frame["policy"])
+    """The rows by panel, then by policy as in legends, then by budget, with shares of the text after numbers."""
+    panels, policies = list(dict.fromkeys(frame["panel"])), in_order(frame["policy"])
 
-    def place(row: Any) -> tuple[int, int, bool, float]:
+    def rank(row: Any) -> tuple[int, int, bool, float]:
         budget = row.budget if isinstance(row.budget, str) else "0"
         return panels.index(row.panel), policies.index(row.policy), budget.endswith("%"), float(budget.rstrip("%"))
 
-    places = [place(row) for row in frame.itertuples()]
-    return frame.iloc[sorted(range(len(frame)), key=lambda i: places[i])].reset_index(drop=True)
+    ranks = [rank(row) for row in frame.itertuples()]
+    return frame.iloc[sorted(range(len(frame)), key=lambda i: ranks[i])].reset_index(drop=True)
 
 
 def _points(panel: str, samples: pd.DataFrame, metric: str) -> list[dict[str, object]]:
-    found = cells(_merged(samples), metric)
-    bounds = guarded(found["policy"].astype(str).unique())
+    by_task = cells(_merged(samples), metric)
+    bounds = budget_bounds(by_task["policy"].astype(str).unique())
     rows = []
-    for (policy, budget), tasks in found.groupby(_keys(found, "policy", "budget"), sort=False):
+    for (policy, budget), tasks in by_task.groupby(_keys(by_task, "policy", "budget"), sort=False):
         intervals = [_interval(low, high) for low, high in zip(tasks["low"], tasks["high"], strict=True)]
         value, interval = mean_of_means(list(zip(tasks[metric].tolist(), intervals, strict=True)))
         if interval is not None and metric == "score":
@@ -122,7 +127,7 @@ def _points(panel: str, samples: pd.DataFrame, metric: str) -> list[dict[str, ob
 
 
 def _merged(samples: pd.DataFrame) -> pd.DataFrame:
-    """Runs of one policy and budget that differ in their tasks alone, as one; a sample that both have counts once."""
+    """Samples in which the runs of one policy and budget, which differ only in their tasks, are one run."""
     samples = samples.drop_duplicates(["policy", "budget", "task", "doc_id", "repeat"])
     key = samples["policy"].astype(str) + " " + samples["budget"].astype(object).fillna("").astype(str)
     return samples.assign(fingerprint=key, folder="")
@@ -139,7 +144,7 @@ def _interval(low: float | None, high: float | None) -> Interval | None:
 
 
 def _keys(frame: pd.DataFrame, *names: str) -> Sequence[pd.Series]:
-    """Columns to group by, as words; no budget is the empty one."""
+    """Columns to group by, as strings; without a budget the string is empty."""
     return [
         frame[name] if name == "doc_id" else frame[name].astype(object).fillna("").astype(str).rename(name)
         for name in names

@@ -1,4 +1,4 @@
-"""Drawing the figures of runs from the frames of `plot_data`."""
+"""Drawing the figures of runs from the frames of `evictbench.plot.data`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from evictbench.plot.labels import End, label_ends
 from evictbench.plot.style import (
     BUDGET,
     PANEL_SIZE,
-    Style,
     budget_ticks,
     bytes_axis,
+    in_order,
     legend,
+    line_options,
     new_figure,
-    order,
     percent_axis,
-    styles,
+    plot_styles,
     value_axis,
 )
 
@@ -25,54 +25,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from evictbench.policy.plot_style import PlotStyle
+
 NEUTRAL = {"kl": 0.0, "ppl_ratio": 1.0, "agreement": 1.0}
-"""What the full cache would have, by definition."""
+"""The value of each metric that the full cache has by definition."""
+
+SINGLE_SIZE = 6.2, 4.2
+"""Inches of a figure of one panel, with the names beside the lines."""
 
 APART, MOST_APART = 2.4, 22.0
 """Points by which neighbours at one budget are drawn apart, and by which the first and the last are at most."""
-
-
-def against_budget(frame: pd.DataFrame, metric: str, title: str) -> Figure:
-    """Value against budget: a line per policy with its intervals, the full cache as a band, yardsticks dashed."""
-    panels = list(dict.fromkeys(frame["panel"]))
-    figure, all_axes = new_figure(len(panels), PANEL_SIZE if len(panels) > 1 else (6.2, 4.2))
-    drawn = styles(frame["policy"])
-    for axes, panel in zip(all_axes, panels, strict=True):
-        here = frame[frame["panel"] == panel]
-        own = str(here["metric"].iloc[0]) if "metric" in here else metric
-        _lines(axes, here, "entries", drawn)
-        for policy in order(here.loc[here["entries"].isna(), "policy"]):
-            _band(axes, here[here["policy"] == policy].iloc[0], drawn[policy])
-        level = NEUTRAL.get(own) if here["entries"].notna().all() else None
-        if level is not None:
-            axes.axhline(level, color="black", linewidth=1, label="_full")
-        axes.set_xscale("log", base=2)
-        budget_ticks(axes, here)
-        axes.set_xlabel(BUDGET)
-        value_axis(axes, own, here, level)
-        axes.set_title("" if len(panels) == 1 else panel)
-    _finish(figure, all_axes, frame, drawn, title, "entries")
-    return figure
-
-
-def against_bytes(frame: pd.DataFrame, metric: str, title: str) -> Figure:
-    """Value against the bytes that the cache holds, the full cache where its own bytes are."""
-    panels = list(dict.fromkeys(frame["panel"]))
-    figure, all_axes = new_figure(len(panels), PANEL_SIZE if len(panels) > 1 else (6.2, 4.2))
-    drawn = styles(frame["policy"])
-    for axes, panel in zip(all_axes, panels, strict=True):
-        here = frame[frame["panel"] == panel]
-        _lines(axes, here, "cache_bytes", drawn)
-        axes.set_xscale("log", base=2)
-        low, high = here["cache_bytes"].min(), here["cache_bytes"].max()
-        margin = max(1.25, (3 * low / high) ** 0.5)  # a narrower axis has no room for round numbers
-        axes.set_xlim(low / margin, high * margin)
-        axes.set_xlabel("cache held per sample (logarithmic)")
-        bytes_axis(axes.xaxis)
-        value_axis(axes, metric, here)
-        axes.set_title("" if len(panels) == 1 else panel)
-    _finish(figure, all_axes, frame, drawn, title, "cache_bytes")
-    return figure
 
 
 MODES = (
@@ -80,7 +42,42 @@ MODES = (
     ("over_long", "over-long (cut off)", "#ec8207", "///"),
     ("wrong", "wrong", "#c9c9c9", ""),
 )
-"""Column, words, colour and hatching of each way to lose score."""
+"""Column, words in the legend, colour and hatching of each way to lose score."""
+
+
+def against_budget(frame: pd.DataFrame, metric: str, title: str) -> Figure:
+    """Value against budget: a line per policy with its intervals, the full cache as a band, yardsticks dashed."""
+    figure, panels, drawn = _panels(frame)
+    for axes, points in panels:
+        own_metric = str(points["metric"].iloc[0]) if "metric" in points else metric
+        _lines(axes, points, "entries", drawn)
+        for policy in in_order(points.loc[points["entries"].isna(), "policy"]):
+            _band(axes, points[points["policy"] == policy].iloc[0], drawn[policy])
+        level = NEUTRAL.get(own_metric) if points["entries"].notna().all() else None
+        if level is not None:
+            axes.axhline(level, color="black", linewidth=1, label="_full")
+        axes.set_xscale("log", base=2)
+        budget_ticks(axes, points)
+        axes.set_xlabel(BUDGET)
+        value_axis(axes, own_metric, points, level)
+    _finish(figure, panels, frame, drawn, title, "entries")
+    return figure
+
+
+def against_bytes(frame: pd.DataFrame, metric: str, title: str) -> Figure:
+    """Value against the bytes that the cache holds, the full cache where its own bytes are."""
+    figure, panels, drawn = _panels(frame)
+    for axes, points in panels:
+        _lines(axes, points, "cache_bytes", drawn)
+        axes.set_xscale("log", base=2)
+        low, high = points["cache_bytes"].min(), points["cache_bytes"].max()
+        margin = max(1.25, (3 * low / high) ** 0.5)  # a narrower axis has no room for round numbers
+        axes.set_xlim(low / margin, high * margin)
+        axes.set_xlabel("cache held per sample (logarithmic)")
+        bytes_axis(axes.xaxis)
+        value_axis(axes, metric, points)
+    _finish(figure, panels, frame, drawn, title, "cache_bytes")
+    return figure
 
 
 def error_bars(frame: pd.DataFrame, title: str) -> Figure:
@@ -92,7 +89,7 @@ def error_bars(frame: pd.DataFrame, title: str) -> Figure:
         here = frame[frame["panel"] == panel]
         rows: list[dict[str, Any]] = here.astype(object).where(here.notna(), None).to_dict("records")
         left = [0.0] * len(rows)
-        for column, words, colour, hatch in MODES:
+        for column, cause, colour, hatch in MODES:
             widths = [row[column] for row in rows]
             axes.barh(
                 range(len(rows)),
@@ -103,7 +100,7 @@ def error_bars(frame: pd.DataFrame, title: str) -> Figure:
                 hatch=hatch,
                 edgecolor="white",
                 linewidth=0.5,
-                label=words,
+                label=cause,
             )
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(rows)), [" ".join(filter(None, (row["policy"], row["budget"]))) for row in rows])
@@ -120,11 +117,41 @@ def error_bars(frame: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, here: pd.DataFrame, x: str, drawn: dict[str, Style]) -> None:
+def aside_of(x: str, place: int, count: int) -> float:
+    """Points by which a line is drawn to the right of its data, since policies share budgets.
+
+    x: column of the horizontal axis; bytes are measured and stay where they are. place: of the line among `count`.
+    """
+    return 0.0 if x != "entries" else (place - (count - 1) / 2) * min(APART, MOST_APART / max(1, count - 1))
+
+
+def end_labels(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
+    """Fix the layout with room on the right for the longest name, then write the names."""
+    longest = max(len(end.name) for end in ends)
+    room = (0.45 + 0.078 * longest) / figure.get_figwidth()
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, 0, 1 - room, 1))
+    figure.canvas.draw()
+    figure.set_layout_engine("none")
+    label_ends(axes, ends)
+
+
+def _panels(frame: pd.DataFrame) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], dict[str, PlotStyle]]:
+    """A figure, the axes and points of each panel, and the style of each policy."""
+    names = list(dict.fromkeys(frame["panel"]))
+    figure, all_axes = new_figure(len(names), PANEL_SIZE if len(names) > 1 else SINGLE_SIZE)
+    panels = []
+    for axes, name in zip(all_axes, names, strict=True):
+        axes.set_title("" if len(names) == 1 else name)
+        panels.append((axes, frame[frame["panel"] == name]))
+    return figure, panels, plot_styles(frame["policy"])
+
+
+def _lines(axes: Axes, here: pd.DataFrame, x: str, drawn: dict[str, PlotStyle]) -> None:
     """A line with intervals per policy; those at one place are set apart sideways, by points and not in data."""
     from matplotlib.transforms import ScaledTranslation
 
-    policies = order(here.loc[here[x].notna(), "policy"])
+    policies = in_order(here.loc[here[x].notna(), "policy"])
     for place, policy in enumerate(policies):
         line = here[(here["policy"] == policy) & here[x].notna()].sort_values(["entries", x])
         style = drawn[policy]
@@ -148,17 +175,11 @@ def _lines(axes: Axes, here: pd.DataFrame, x: str, drawn: dict[str, Style]) -> N
             linewidth=1.6 if not style.yardstick else 1.2,
             markersize=5.5,
             label=policy,
-            **style.kwargs(),
+            **line_options(style),
         )
 
 
-def aside_of(x: str, place: int, count: int) -> float:
-    """Points by which the line at this place of so many is drawn to the right of its data: policies share budgets.
-    Bytes are measured, and stay where they are."""
-    return 0.0 if x != "entries" else (place - (count - 1) / 2) * min(APART, MOST_APART / max(1, count - 1))
-
-
-def _band(axes: Axes, row: Any, style: Style) -> None:
+def _band(axes: Axes, row: Any, style: PlotStyle) -> None:
     """A policy without a budget: a level line, and its interval as a band."""
     if row["low"] == row["low"] and row["low"] is not None:
         axes.axhspan(row["low"], row["high"], color=style.colour, alpha=0.1, linewidth=0, label="_band")
@@ -166,31 +187,25 @@ def _band(axes: Axes, row: Any, style: Style) -> None:
 
 
 def _finish(
-    figure: Figure, all_axes: Sequence[Axes], frame: pd.DataFrame, drawn: dict[str, Style], title: str, x: str
+    figure: Figure,
+    panels: Sequence[tuple[Axes, pd.DataFrame]],
+    frame: pd.DataFrame,
+    drawn: dict[str, PlotStyle],
+    title: str,
+    x: str,
 ) -> None:
     """Names beside the lines of a single panel, or a legend outside of several; the title above."""
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
-    if len(all_axes) > 1:
-        legend(figure, all_axes, drawn)
+    if len(panels) > 1:
+        legend(figure, [axes for axes, _ in panels], drawn)
         return
-    (axes,) = all_axes
+    ((axes, _),) = panels
     ends = []
-    beside = order(frame.loc[frame[x].notna(), "policy"])
-    for policy in order(frame["policy"]):
+    beside = in_order(frame.loc[frame[x].notna(), "policy"])
+    for policy in in_order(frame["policy"]):
         line = frame[(frame["policy"] == policy)].sort_values(x)
         last = line[line[x].notna()].iloc[-1:] if line[x].notna().any() else line.iloc[-1:]
         place = None if last[x].isna().all() else float(last[x].iloc[0])
         aside = 0.0 if place is None else aside_of(x, beside.index(policy), len(beside))
         ends.append(End(policy, place, float(last["value"].iloc[0]), drawn[policy], aside))
     end_labels(figure, axes, ends)
-
-
-def end_labels(figure: Figure, axes: Axes, ends: Sequence[End]) -> None:
-    """Fix the layout with room on the right for the longest name, then write the names."""
-    longest = max(len(end.name) for end in ends)
-    room = (0.45 + 0.078 * longest) / figure.get_figwidth()
-    layout: Any = figure.get_layout_engine()
-    layout.set(rect=(0, 0, 1 - room, 1))
-    figure.canvas.draw()
-    figure.set_layout_engine("none")
-    label_ends(axes, ends)

@@ -6,13 +6,18 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from evictbench.plot.style import line_options
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from evictbench.plot.style import Style
+    from evictbench.policy.plot_style import PlotStyle
+
 
 FONT_SIZE = 9.0
+"""The font size of a policy's name, in points."""
+
 SPACING = 1.35
 """Line height of labels, in font sizes."""
 
@@ -24,33 +29,35 @@ SHOWN = ("policy", "line", "panel")
 
 
 def shortened(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with policies' names that no figure has room for made shorter, in every column that is written into
-    one; different names stay different."""
+    """The frame with shorter names for policies whose names no figure has room for; different names stay different."""
     if "policy" not in frame:
         return frame
     names = short_names(frame["policy"].astype(str))
     if not names:
         return frame
 
-    def said(text: object) -> object:
+    def shorter(text: object) -> object:
         for name, short in names.items():
             text = text.replace(name, short) if isinstance(text, str) else text
         return text
 
-    return frame.assign(**{column: frame[column].map(said) for column in SHOWN if column in frame})
+    return frame.assign(**{column: frame[column].map(shorter) for column in SHOWN if column in frame})
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """For each label longer than `LONGEST`, the longest first, one that is not, but for a number behind it where two
-    would be the same: the settings that not all long ones of its policy share, or else its two ends."""
+    """A shorter name for each label longer than `LONGEST`, the longest label first.
+
+    The name has the settings that not all long labels of the policy share, or else the two ends of the label. Where two
+    names would be the same, a number follows, which may make them longer than `LONGEST`.
+    """
     every = dict.fromkeys(labels)
     names = {label: "" for label in sorted(every, key=len, reverse=True) if len(label) > LONGEST}
     taken = {label for label in every if label not in names}
     for label in names:
-        policy, _, words = label.partition(":")
+        policy, _, own = label.partition(":")
         settings = [set(other.partition(":")[2].split(",")) for other in names if other.partition(":")[0] == policy]
         shared = set.intersection(*settings)
-        telling = [word for word in words.split(",") if word not in shared]
+        telling = [setting for setting in own.split(",") if setting not in shared]
         short = f"{policy}:{','.join(['…', *telling])}" if telling and shared else label
         if len(short) > LONGEST:
             short = f"{short[: LONGEST - 15]}…{short[-14:]}"
@@ -61,19 +68,24 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
 
 
 class End(NamedTuple):
-    """Where a line ends, in data, and the name that goes there. x None: at the right edge. aside: points by which the
-    line is drawn to the right of its data."""
+    """The end of a line and the name that goes there.
+
+    x, y: in data; x None is the right edge. style: of the line. aside: points by which the line is drawn to the right
+    of its data.
+    """
 
     name: str
     x: float | None
     y: float
-    style: Style
+    style: PlotStyle
     aside: float = 0.0
 
 
 def move_apart(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places as near as possible to those wanted (least squares), in their order, at least `gap` apart; then moved
-    into [0, 1], or, where they do not fit, from 1 downwards."""
+    """Places as near as possible to those wanted (least squares), in the same order and at least `gap` apart.
+
+    They are then moved into [0, 1], or, where they do not fit, from 1 downwards.
+    """
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     # Less the gaps before it, each place may not be below the one before: pool neighbours that are.
     pools: list[tuple[float, int]] = []
@@ -96,8 +108,10 @@ def move_apart(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def label_ends(axes: Axes, ends: Sequence[End]) -> None:
-    """Write each name to the right of the axes behind its marker, with a thin line from where its own line ends. Call
-    it last: limits and size must not change afterwards."""
+    """Write each name to the right of the axes behind its marker, with a thin line to the end of its own line.
+
+    Limits and size of the axes must not change afterwards.
+    """
     if not ends:
         return
     figure = axes.figure
@@ -111,12 +125,11 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
         points.append((float(x) + end.aside * across, min(1.0, max(0.0, float(y)))))
     bend, marker, text = (1 + points_right * across for points_right in (5, 16, 23))
     for end, (x, y), place in zip(ends, points, move_apart([y for _, y in points], gap), strict=True):
-        style = end.style
         axes.plot(
             [x, bend, marker],
             [y, place, place],
             transform=axes.transAxes,
-            color=style.colour,
+            color=end.style.colour,
             linewidth=0.6,
             alpha=0.6,
             clip_on=False,
@@ -130,7 +143,7 @@ def label_ends(axes: Axes, ends: Sequence[End]) -> None:
             markersize=5.5,
             clip_on=False,
             label="_marker",
-            **style.kwargs(),
+            **line_options(end.style),
         )
         axes.text(
             text,

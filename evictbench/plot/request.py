@@ -1,4 +1,4 @@
-"""What can be drawn, and what was asked for."""
+"""What can be drawn, what `evictbench plot` was asked for, and a figure that is ready to be drawn."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-
 PICTURES = ("png", "svg")
+"""Formats of pictures."""
+
 OF_RUNS = {
     "budget": "budget against score",
     "bytes": "bytes held against score",
     "fidelity": "budget against KL and perplexity",
     "errors": "how the answers that lost score ended",
 }
+"""The figures of runs, and what each shows."""
+
 OF_TRACES = {
     "latency": "position against milliseconds a step",
     "memory": "position against bytes",
     "retention": "which positions live, over time, and by layer and head",
     "kept": "where kept tokens lie, and how many a recency window would hold too",
 }
-"""What can be drawn of runs, and of traces."""
+"""The figures of traces, and what each shows."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """The options of `evictbench plot`, as given."""
+class PlotRequest:
+    """The options of `evictbench plot`, as given. folder: of runs or of one trace; figures: comma-separated names,
+    None for all; by: the column that has a panel for each value; allow: columns in which policies may differ."""
 
     folder: Path
     figures: str | None = None
@@ -47,7 +51,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: the name of its files, its title, its numbers, and how it is drawn from them."""
+    """One figure: the name of its files without their endings, its title, its numbers, and the function that draws
+    it from them."""
 
     name: str
     title: str

@@ -1,18 +1,24 @@
-"""What every figure shares: sizes and type, axes with units, and the legend."""
+"""What every figure shares: sizes and type, how each policy is drawn, axes with units, and the legend."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from evictbench.errors import UserError
+from evictbench.policy.plot_style import DASH_DOT, DASH_DOT_DOT, DASHED, DOTTED, LONG, Line, PlotStyle
+from evictbench.registry import load_policy
+from evictbench.terminal.units import human_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 LABELS = {
     "score": "score (%)",
@@ -34,12 +40,14 @@ LABELS = {
     "output_tokens": "tokens per answer",
     "prompt_tokens": "tokens per prompt",
 }
-"""What an axis says of a metric, with its unit."""
+"""The label of a metric's axis, with its unit."""
 
-SHARES = ("score", "agreement", "truncated", "repetition")
+PERCENT = ("score", "agreement", "truncated", "repetition")
 """Metrics in [0, 1] that an axis shows in percent."""
 
 BUDGET = "budget (entries per KV head, logarithmic)"
+"""The label of a budget axis."""
+
 SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -58,7 +66,61 @@ SETTINGS: dict[Any, Any] = {
 """matplotlib's settings for every figure."""
 
 PANEL_SIZE = 4.6, 3.5
-"""Inches."""
+"""Width and height of a panel in inches."""
+
+OTHER_COLOURS = ("#117733", "#008080", "#7a7a00", "#d4457b", "#4f6228")
+OTHER_MARKERS = ("<", ">", "8", "H", "1", "2", "3")
+OTHER_LINES: tuple[Line, ...] = (DASH_DOT, LONG, DASHED, DOTTED, DASH_DOT_DOT)
+"""Colours, markers and lines of policies that declare no style; each combination is one style."""
+
+VARIANT_LINES: tuple[Line, ...] = (DOTTED, DASHED, DASH_DOT, LONG, DASH_DOT_DOT)
+"""Lines of the second and further labels of one policy in a figure."""
+
+
+def plot_styles(labels: Iterable[str]) -> dict[str, PlotStyle]:
+    """The style of each label in a figure, where a label is a policy with settings (h2o:group=max) or with something
+    behind a space (h2o 512).
+
+    An installed policy has the style that its class declares itself, unless another policy of the figure has its colour
+    and marker. Any other has the one that the hash of its name says, or the next that is free in the figure. Labels of
+    one policy share its colour; all but the first of them, by length and name, have hollow markers and other lines.
+    """
+    labels = sorted(set(labels), key=lambda label: (len(label), label))
+    declared = _declared(labels)
+    by_policy: dict[str, PlotStyle] = {}
+    for name in sorted(declared, key=lambda name: _place(name, declared[name])):
+        style, taken = declared[name], [(other.colour, other.marker, other.line) for other in by_policy.values()]
+        if style is None or any(style.colour == colour and style.marker == marker for colour, marker, _ in taken):
+            style = _by_hash(name, taken)
+        by_policy[name] = style
+    drawn: dict[str, PlotStyle] = {}
+    earlier: Counter[str] = Counter()
+    for label in labels:
+        name = _policy_name(label)
+        drawn[label] = by_policy[name]
+        if number := earlier[name]:
+            line = VARIANT_LINES[(number - 1) % len(VARIANT_LINES)]
+            drawn[label] = replace(by_policy[name], line=line, hollow=True)
+        earlier[name] += 1
+    return drawn
+
+
+def in_order(labels: Iterable[str]) -> list[str]:
+    """Labels as legends name them: by the place that a policy's style declares, then by name."""
+    labels = set(labels)
+    declared = _declared(labels)
+    return sorted(labels, key=lambda label: _place(label, declared[_policy_name(label)]))
+
+
+def line_options(style: PlotStyle) -> dict[str, Any]:
+    """A style as options of matplotlib's plot."""
+    return {
+        "color": style.colour,
+        "marker": style.marker,
+        "linestyle": style.line,
+        "markerfacecolor": "white" if style.hollow else style.colour,
+        "markeredgecolor": style.colour,
+    }
 
 
 def new_figure(panels: int, size: tuple[float, float] = PANEL_SIZE) -> tuple[Figure, list[Axes]]:
@@ -85,7 +147,7 @@ def value_axis(axes: Axes, metric: str, here: pd.DataFrame, level: float | None 
         least, most = min(least, level), max(most, level)
     margin = 0.05 * (most - least) or 0.05 * abs(most) or 1.0
     axes.set_ylim(least - margin, most + margin)
-    if metric in SHARES:
+    if metric in PERCENT:
         percent_axis(axes.yaxis)
         axes.set_ylim(max(-0.03, least - margin), min(1.03, most + margin))
     elif metric.endswith("_bytes"):
@@ -110,15 +172,13 @@ def bytes_axis(axis: Any) -> None:
     """Ticks in bytes, kB, MB, GB."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    from evictbench.terminal.units import human_bytes
-
     axis.set_major_formatter(FuncFormatter(lambda value, _: human_bytes(value)))
     axis.set_minor_formatter(NullFormatter())
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         span = high / low
         steps = {5: (1, 1.5, 2, 3, 5, 7), 50: (1, 2, 5), 1000: (1, 3)}
-        axis.set_major_locator(LogLocator(10, next((found for most, found in steps.items() if span < most), (1,))))
+        axis.set_major_locator(LogLocator(10, next((subs for most, subs in steps.items() if span < most), (1,))))
 
 
 def percent_axis(axis: Any) -> None:
@@ -133,121 +193,55 @@ def budget_ticks(axes: Axes, here: pd.DataFrame) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     budgeted = here[here["entries"].notna()]
-    places = budgeted.groupby("budget")["entries"].median().sort_values()
-    if places.empty:
+    by_budget = budgeted.groupby("budget")["entries"].median().sort_values()
+    if by_budget.empty:
         return
     low, high = budgeted["entries"].min(), budgeted["entries"].max()
     axes.set_xlim(low / 1.25 if high > low else low / 2, high * 1.25 if high > low else high * 2)
     span = axes.get_xlim()[1] / axes.get_xlim()[0]
     kept: list[tuple[float, str]] = []
-    for budget, entries in places.items():
+    for budget, entries in by_budget.items():
         if not kept or entries / kept[-1][0] > span**0.09:
             kept.append((entries, f"{entries:.0f}\n{budget}" if str(budget).endswith("%") else f"{budget}\n "))
     axes.xaxis.set_major_locator(FixedLocator([entries for entries, _ in kept]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([words for _, words in kept])
+    axes.set_xticklabels([label for _, label in kept])
 
 
-def legend(figure: Figure, all_axes: Sequence[Axes], drawn: dict[str, Style]) -> None:
-    """One legend to the right of all panels, in the order of the table of policies."""
-    found: dict[str, Any] = {}
+def legend(figure: Figure, all_axes: Sequence[Axes], drawn: Collection[str]) -> None:
+    """One legend to the right of all panels: the policies of `drawn` in order, then what else has a name."""
+    handles: dict[str, Any] = {}
     for axes in all_axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    names = [*order(name for name in found if name in drawn), *(name for name in found if name not in drawn)]
+            handles.setdefault(label, handle)
+    names = [*in_order(name for name in handles if name in drawn), *(name for name in handles if name not in drawn)]
     figure.legend(
-        [found[name] for name in names], names, loc="outside right upper", frameon=False, fontsize=9, handlelength=3
+        [handles[name] for name in names], names, loc="outside right upper", frameon=False, fontsize=9, handlelength=3
     )
 
 
-Line = str | tuple[int, tuple[float, ...]]
+def _policy_name(label: str) -> str:
+    return re.split(r"[: ]", label, maxsplit=1)[0]
 
 
-@dataclass(frozen=True)
-class Style:
-    """How a policy is drawn. line: solid, or (offset, dashes in line widths); hollow: a marker of white inside."""
-
-    colour: str
-    marker: str
-    line: Line = "-"
-    hollow: bool = False
-    yardstick: bool = False
-
-    def kwargs(self) -> dict[str, Any]:
-        """For matplotlib's plot and errorbar."""
-        return {
-            "color": self.colour,
-            "marker": self.marker,
-            "linestyle": self.line,
-            "markerfacecolor": "white" if self.hollow else self.colour,
-            "markeredgecolor": self.colour,
-        }
+def _declared(labels: Iterable[str]) -> dict[str, PlotStyle | None]:
+    """The style that each policy's class declares itself; None for one that does not, or that is not installed."""
+    declared: dict[str, PlotStyle | None] = {}
+    for name in dict.fromkeys(map(_policy_name, labels)):
+        try:
+            declared[name] = vars(load_policy(name)).get("plot_style")
+        except UserError:
+            declared[name] = None
+    return declared
 
 
-DASHED: Line = (0, (4, 2))
-DOTTED: Line = (0, (1, 1.5))
-DASH_DOT: Line = (0, (6, 1.5, 1, 1.5))
-LONG: Line = (0, (9, 1.5))
-DASH_DOT_DOT: Line = (0, (6, 1.5, 1, 1.5, 1, 1.5))
-
-KNOWN = {
-    "full": Style("#000000", "d", hollow=True, yardstick=True),
-    "oracle": Style("#000000", "*", DASHED, yardstick=True),
-    "random": Style("#737373", "x", (0, (2, 2)), yardstick=True),
-    "streaming_llm": Style("#5e9cc4", "s"),
-    "tova": Style("#ba9864", "^"),
-    "h2o": Style("#ec8207", "o"),
-    "snapkv": Style("#2c27fb", "D"),
-    "dms": Style("#b62703", "v", DASH_DOT),
-    "kvpop": Style("#ba3bdf", "P", LONG),
-    "kvpop_mlp": Style("#360085", "X", DASH_DOT_DOT),
-    "indexmem_pp": Style("#7f2f29", "h", DASH_DOT),
-    "distillcache": Style("#5c2465", "p", LONG),
-}
-"""Policies with a style of their own, in the order in which legends name them."""
-
-OTHER_COLOURS = ("#117733", "#008080", "#7a7a00", "#d4457b", "#4f6228")
-OTHER_MARKERS = ("<", ">", "8", "H", "1", "2", "3")
-VARIANT_LINES: tuple[Line, ...] = (DOTTED, DASHED, DASH_DOT, LONG, DASH_DOT_DOT)
+def _place(name: str, style: PlotStyle | None) -> tuple[float, str]:
+    return (math.inf if style is None else style.place), name
 
 
-def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style for each label, a policy with its settings (h2o:group=max) or what follows a space (h2o 512).
-
-    A policy that is not in the table gets the style that the hash of its name says, or the next free one. Several
-    labels of one policy share its colour; all but the first by name have hollow markers and other lines.
-    """
-    found: dict[str, Style] = {}
-    taken: set[tuple[str, str]] = set()
-    of_base: dict[str, Style] = {}
-    variants: dict[str, int] = {}
-    for label in sorted(set(labels), key=lambda label: (len(label), label)):
-        base = re.split(r"[: ]", label, maxsplit=1)[0]
-        if base not in of_base:
-            of_base[base] = KNOWN.get(base) or _by_hash(base, taken)
-        earlier = variants.get(base, 0)
-        variants[base] = earlier + 1
-        style = of_base[base]
-        if earlier:
-            style = replace(style, line=VARIANT_LINES[(earlier - 1) % len(VARIANT_LINES)], hollow=True)
-        found[label] = style
-    return found
-
-
-def order(labels: Iterable[str]) -> list[str]:
-    """Labels in the order of the table, then by name."""
-    names = list(KNOWN)
-
-    def place(label: str) -> tuple[int, str]:
-        base = re.split(r"[: ]", label, maxsplit=1)[0]
-        return (names.index(base) if base in names else len(names)), label
-
-    return sorted(set(labels), key=place)
-
-
-def _by_hash(name: str, taken: set[tuple[str, str]]) -> Style:
+def _by_hash(name: str, taken: Collection[tuple[str, str, Line]]) -> PlotStyle:
+    """The first style, from the one that the hash of a name says, that no policy has."""
     pairs = [(colour, marker) for marker in OTHER_MARKERS for colour in OTHER_COLOURS]
     start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(pairs)
-    free = [pair for pair in pairs[start:] + pairs[:start] if pair not in taken] or [pairs[start]]
-    taken.add(free[0])
-    return Style(*free[0], line=DASH_DOT)
+    candidates = [(*pair, line) for line in OTHER_LINES for pair in pairs[start:] + pairs[:start]]
+    return PlotStyle(*next((candidate for candidate in candidates if candidate not in taken), candidates[0]))

@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
-from evictbench.registry import split_policies, unknown
-from evictbench.store.select import Filters, said
+from evictbench.errors import UserError, unknown
+from evictbench.plot import trace_figures as figures
+from evictbench.plot.request import OF_TRACES, Drawing, PlotRequest
+from evictbench.registry import split_policies
+from evictbench.store.select import Filters, text_of
 from evictbench.store.trace_files import DECODE, OK, PREFILL, RETENTION_FILE, read_retention, read_trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from evictbench.plot.request import Drawing, Request
 
 BINS = 48
 """Bins of positions in a figure, at most."""
@@ -24,11 +25,8 @@ FILTERS = ("policy", "budget", "context", "rows")
 """Columns of a trace that --policy, --budget and --where take."""
 
 
-def drawings(request: Request, names: Sequence[str] | None) -> Iterator[Drawing]:
-    """The figures of a trace that were asked for, or all that it has data for."""
-    from evictbench.plot import trace_figures as figures
-    from evictbench.plot.request import OF_TRACES, Drawing
-
+def drawings(request: PlotRequest, names: Sequence[str] | None) -> Iterator[Drawing]:
+    """The figures of a trace. names: of figures, None for all that it has data for."""
     _check_options(request)
     about, steps = read_trace(request.folder)
     retention = read_retention(request.folder)
@@ -57,11 +55,13 @@ def drawings(request: Request, names: Sequence[str] | None) -> Iterator[Drawing]
 
 
 def latency_points(steps: pd.DataFrame) -> pd.DataFrame:
-    """Decode: per policy, budget, number of rows and place, the median milliseconds a step (`value`), their quartiles
-    (`low`, `high`) and the medians of their parts, at the mean `position`; a place is a context where there are
-    several, or a stretch of positions. Prefill: seconds to read one prompt, at its
-    length. `lost` marks cells that
-    ran out of memory, at the context they were to have."""
+    """The time of decode steps and of prefill.
+
+    Decode: per policy, budget, number of rows and place, the median milliseconds of a step (`value`), their quartiles
+    (`low`, `high`) and the medians of their parts, at the mean `position`. A place is a context if there are several,
+    else a stretch of positions. Prefill: seconds to read one prompt, at its length. `lost` marks cells that ran out of
+    memory, at their context.
+    """
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
@@ -80,31 +80,31 @@ def latency_points(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory_points(steps: pd.DataFrame) -> pd.DataFrame:
-    """Per policy, budget, number of rows and place as in `latency_points`: the most bytes that the cache held (`cache
-    held`) and that were allocated (`memory allocated`) during decode."""
+    """The most bytes that the cache held and that were allocated in decode, a panel for each, per policy, budget,
+    number of rows and place as in `latency_points`."""
     import pandas as pd
 
     rows: list[dict[str, Any]] = []
-    for words, column in (("cache held", "cache_bytes"), ("memory allocated", "allocated_bytes")):
+    for quantity, column in (("cache held", "cache_bytes"), ("memory allocated", "allocated_bytes")):
         for panel, series, group in _places(_ok(steps, DECODE)):
-            name = panel.replace("decode", words)
+            name = panel.replace("decode", quantity)
             rows.append(_row(name, series, group["position"].mean(), group[column].max(), None, None, len(group)))
-        rows += _lost(steps, words)
+        rows += _lost(steps, quantity)
     return _framed(pd.DataFrame(rows))
 
 
 def retention_map(retention: pd.DataFrame) -> pd.DataFrame:
-    """Two views. `over time`: at each look (`seen`), which share of all layers and heads held a position, by
+    """Two views. `over time`: at each snapshot (`seen`), which share of all layers and heads held a position, by
     stretches of positions (`position` is the first, `width` their number). `by layer and head`: the same at the last
-    look, each head by itself. Null beyond what has been seen."""
+    snapshot, each head by itself. Null beyond what has been seen."""
     import pandas as pd
 
     rows = []
     for (policy, budget), group in _cells(retention):
         last = int(group["seen"].max())
         width = max(1, -(-last // BINS))
-        for seen, look in group.groupby("seen"):
-            shares = _shares(look["positions"], width, last, int(seen))
+        for seen, snapshot in group.groupby("seen"):
+            shares = _shares(snapshot["positions"], width, last, int(seen))
             rows += [_view("over time", policy, budget, seen, None, None, width, i, s) for i, s in enumerate(shares)]
         for _, head in group[group["seen"] == last].iterrows():
             shares = _shares([head["positions"]], width, last, last)
@@ -114,9 +114,10 @@ def retention_map(retention: pd.DataFrame) -> pd.DataFrame:
 
 
 def kept_points(retention: pd.DataFrame) -> pd.DataFrame:
-    """`where kept tokens lie`: at the last look, the share of all kept entries by stretches of positions (they add up
-    to 1). `inside a recency window`: at each look, the share of what a head keeps that a window of the last tokens of
-    the same size would hold too, mean over layers and heads; 1 is a policy that keeps the most recent alone."""
+    """`where kept tokens lie`: at the last snapshot, the share of all kept entries by stretches of positions (they add
+    up to 1). `inside a recency window`: at each snapshot, the share of what a head keeps that a window of the last
+    tokens of the same size would hold too, mean over layers and heads; 1 is a policy that keeps the most recent
+    alone."""
     import numpy as np
     import pandas as pd
 
@@ -131,8 +132,10 @@ def kept_points(retention: pd.DataFrame) -> pd.DataFrame:
             rows.append(
                 _row("where kept tokens lie", (policy, budget), middle, count / max(1, len(kept)), None, None, 1)
             )
-        for seen, look in group.groupby("seen"):
-            inside = [float((np.asarray(held) >= seen - len(held)).mean()) for held in look["positions"] if len(held)]
+        for seen, snapshot in group.groupby("seen"):
+            inside = [
+                float((np.asarray(held) >= seen - len(held)).mean()) for held in snapshot["positions"] if len(held)
+            ]
             if inside:
                 panel = "inside a recency window"
                 rows.append(_row(panel, (policy, budget), float(seen), float(np.mean(inside)), None, None, len(inside)))
@@ -164,7 +167,7 @@ def _view(
 
 
 def _shares(held: Any, width: int, last: int, seen: int) -> list[float]:
-    """Of each stretch of positions, the share that the heads held, mean over heads; not a number beyond `seen`."""
+    """The share of each stretch of positions that the heads held, mean over heads; NaN beyond `seen`."""
     import numpy as np
 
     stretches = -(-last // width)
@@ -194,13 +197,13 @@ def _places(steps: pd.DataFrame) -> Iterator[tuple[str, tuple[str, str, int], pd
             yield panel, (policy, budget, rows), part
 
 
-def _lost(steps: pd.DataFrame, words: str) -> list[dict[str, Any]]:
+def _lost(steps: pd.DataFrame, quantity: str) -> list[dict[str, Any]]:
     """Cells that ran out of memory."""
     several = steps["rows"].nunique() > 1
     out = steps[steps["status"] != OK].drop_duplicates("cell")
     return [
         _row(
-            f"{words}, {_rows(row['rows'])}" if several else words,
+            f"{quantity}, {_rows(row['rows'])}" if several else quantity,
             (row["policy"], row["budget"], row["rows"]),
             row["context"],
             float("nan"),
@@ -214,7 +217,7 @@ def _lost(steps: pd.DataFrame, words: str) -> list[dict[str, Any]]:
 
 
 def _framed(frame: pd.DataFrame) -> pd.DataFrame:
-    """With a name per line: the policy, and its budget where it has several."""
+    """The frame with a column `line`: the policy, and its budget if any policy has several."""
     frame["lost"] = frame["lost"].eq(True) if "lost" in frame else False
     budgets = frame.groupby("policy")["budget"].nunique().max() > 1
     names = frame["policy"].astype(str)
@@ -247,16 +250,16 @@ def _chosen(frame: pd.DataFrame, filters: Filters) -> pd.DataFrame:
     for column, values in chosen.items():
         if column not in frame:
             continue
-        words = frame[column].map(said)
+        texts = frame[column].map(text_of)
         for value in values:
-            if value not in set(words):
-                raise unknown(column, value, set(words), " in this trace")
-        frame = frame[words.isin(values)]
+            if value not in set(texts):
+                raise unknown(column, value, set(texts), " in this trace")
+        frame = frame[texts.isin(values)]
     return frame
 
 
-def _check_options(request: Request) -> None:
-    """A trace has no scores: options that are about them do nothing here."""
+def _check_options(request: PlotRequest) -> None:
+    """Raise UserError for options about scores, which a trace does not have."""
     given = {"metric": request.metric != "score", "paired": request.paired}
     given |= {name: getattr(request, name) is not None for name in ("by", "allow")}
     given |= {name: getattr(request.filters, name) is not None for name in ("suite", "model", "task")}

@@ -1,4 +1,4 @@
-"""Drawing the figures of traces from the frames of `plot_trace`."""
+"""Drawing the figures of traces from the frames of `evictbench.plot.trace`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.plot.style import (
     PANEL_SIZE,
-    Style,
     bytes_axis,
+    in_order,
     legend,
+    line_options,
     new_figure,
-    order,
     percent_axis,
     plain_log,
-    styles,
+    plot_styles,
 )
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from evictbench.policy.plot_style import PlotStyle
 
 MAP_SIZE = 3.9, 3.1
 """Inches of one retention map."""
@@ -84,7 +86,7 @@ def retention(frame: pd.DataFrame, title: str) -> Figure:
 
     cells = [
         (policy, group)
-        for policy in order(frame["policy"])
+        for policy in in_order(frame["policy"])
         for _, group in frame[frame["policy"] == policy].groupby("budget", dropna=False, sort=False)
     ]
     figure = Figure(figsize=(MAP_SIZE[0] * len(cells) + 0.9, MAP_SIZE[1] * 2 + 0.4), layout="constrained")
@@ -138,26 +140,26 @@ def _colours() -> dict[str, Any]:
     return {"cmap": "Greys", "norm": PowerNorm(0.5, 0.0, 1.0), "rasterized": True}
 
 
-def _edges(looks: list[float]) -> list[float]:
-    """Borders of columns whose right end is the look itself."""
-    first = looks[0] - (looks[1] - looks[0] if len(looks) > 1 else looks[0])
-    return [max(0.0, first), *looks]
+def _edges(positions: list[float]) -> list[float]:
+    """Borders of columns whose right end is the style itself."""
+    first = positions[0] - (positions[1] - positions[0] if len(positions) > 1 else positions[0])
+    return [max(0.0, first), *positions]
 
 
-def _panels(frame: pd.DataFrame, title: str) -> tuple[Figure, dict[str, Axes], dict[str, Style]]:
+def _panels(frame: pd.DataFrame, title: str) -> tuple[Figure, dict[str, Axes], dict[str, PlotStyle]]:
     names = list(dict.fromkeys(frame["panel"]))
     figure, all_axes = new_figure(len(names), PANEL_SIZE)
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
     for name, axes in zip(names, all_axes, strict=True):
         axes.set_title(name)
-    return figure, dict(zip(names, all_axes, strict=True)), styles(frame["line"])
+    return figure, dict(zip(names, all_axes, strict=True)), plot_styles(frame["line"])
 
 
-def _lines(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
+def _lines(axes: Axes, here: pd.DataFrame, drawn: dict[str, PlotStyle]) -> None:
     """A line per policy at its positions; quartiles as a thin band. Logarithmic where positions span a lot."""
-    found = here[~here["lost"]]
-    for number, line in enumerate(order(found["line"])):
-        points = found[found["line"] == line].sort_values("position")
+    measured = here[~here["lost"]]
+    for number, line in enumerate(in_order(measured["line"])):
+        points = measured[measured["line"] == line].sort_values("position")
         style = drawn[line]
         if points["low"].notna().any():
             low, high = points["low"].astype(float), points["high"].astype(float)
@@ -170,7 +172,7 @@ def _lines(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
             markersize=5,
             markevery=(number % every, every),  # apart, where lines lie on each other
             linewidth=1.5,
-            **style.kwargs(),
+            **line_options(style),
         )
     if here["position"].max() > 4 * max(1.0, here["position"].min()):
         axes.set_xscale("log")
@@ -179,9 +181,9 @@ def _lines(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
         axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _bars(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
+def _bars(axes: Axes, here: pd.DataFrame, drawn: dict[str, PlotStyle]) -> None:
     """One prompt length leaves nothing to draw a line along."""
-    lines = order(here["line"])
+    lines = in_order(here["line"])
     values = [float(here.loc[here["line"] == line, "value"].iloc[0]) for line in lines]
     axes.barh(range(len(lines)), values, height=0.6, color=[drawn[line].colour for line in lines], label="_bars")
     axes.set_yticks(range(len(lines)), lines)
@@ -191,17 +193,17 @@ def _bars(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
     axes.set_xlabel(f"reading one prompt of {here['position'].iloc[0]:,.0f} tokens (s)")
 
 
-def _lost(axes: Axes, here: pd.DataFrame, drawn: dict[str, Style]) -> None:
+def _lost(axes: Axes, here: pd.DataFrame, drawn: dict[str, PlotStyle]) -> None:
     """A cross at the top for each cell that ran out of memory, beside each other where contexts agree."""
     out = here[here["lost"]]
     if out.empty:
         return
     top = axes.get_ylim()[1]
-    for height, line in enumerate(order(out["line"])):
-        places = out.loc[out["line"] == line, "position"]
+    for height, line in enumerate(in_order(out["line"])):
+        contexts = out.loc[out["line"] == line, "position"]
         axes.plot(
-            places,
-            [top * (0.97 - 0.05 * height)] * len(places),
+            contexts,
+            [top * (0.97 - 0.05 * height)] * len(contexts),
             linestyle="none",
             marker="x",
             markersize=7,

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from evictbench.policy.tiles import TILE_ELEMENTS
+
 Label = Literal["mean", "max"]
 
 EPSILON = 1e-9
 """Added to a label before its logarithm; the paper does not say how much it adds."""
-
-TILE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
-"""Probabilities held at once."""
 
 
 def future_labels(

@@ -95,7 +95,7 @@ class Student(Protocol):
         """
 
     def features(self) -> Features | None:
-        """What the loss needs of what was seen, detached; None where there is nothing to learn from it."""
+        """The tensors that the loss needs, detached; None if this pass has nothing to learn from."""
 
 
 class Learner(nn.Module):
@@ -114,8 +114,10 @@ class Learner(nn.Module):
     finetune_only: ClassVar[bool] = False
 
     def feature_settings(self) -> Mapping[str, Any]:
-        """What the features depend on beside model and text (a window, ...): features with equal settings are shared
-        between runs. A stored learner adds a name of its own."""
+        """The settings that features depend on beside model and text, such as a window.
+
+        Runs whose settings are equal share stored features. A learner that stores features adds a name of its own.
+        """
         return {"learner": f"{type(self).__module__}.{type(self).__qualname__}"}
 
     def features(self, model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
@@ -132,7 +134,7 @@ class Learner(nn.Module):
         """
 
     def begin(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> None:
-        """The same for a learner that is not stored, from the frozen model and some training blocks `[1, S]`."""
+        """`measure` for a learner that is not stored, from the frozen model and some training blocks `[1, S]`."""
 
     def loss(self, batch: Batch) -> Losses:
         """The loss of one batch, a mean over its rows."""
@@ -147,7 +149,7 @@ class Learner(nn.Module):
         return {name: tensor.detach() for name, tensor in self.state_dict().items()}
 
     def calibrate(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> Mapping[str, Any]:
-        """What training ends with and the card keeps (a table of thresholds, ...), from held-out blocks `[1, S]`."""
+        """Measure on held-out blocks `[1, S]` what use needs, such as a table of thresholds. The card keeps it."""
         return {}
 
     def card(self) -> Mapping[str, Any]:
@@ -159,14 +161,14 @@ class Learner(nn.Module):
 class Visible:
     """Which keys the queries of one layer see. Position t sees itself always.
 
-    deadlines: `[rows, kv_heads or 1, S]` int64, the first query that no longer sees each key; above S: never.
+    expiry: `[rows, kv_heads or 1, S]` int64, the first query that no longer sees each key; above S: never.
     penalty: `[rows, kv_heads or 1, S]`, added to a key's logits for queries more than `window` after it (a soft gate,
     as log of the probability of staying); None: nothing.
     sinks, shift, inv_freq: the first `sinks` keys are seen `shift` `[S]` positions nearer than they are (StreamingLLM);
     0: where they are.
     """
 
-    deadlines: Tensor
+    expiry: Tensor
     penalty: Tensor | None = None
     window: int = 0
     sinks: int = 0

@@ -6,15 +6,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 
 GroupReduction = Literal["mean", "max", "sum"]
+
+Activation = Literal["residual", "normed_hidden", "pre_rope_queries"]
+"""A tensor inside a decoder layer that a policy may read. residual: the layer's input before any norm, `[rows, queries,
+hidden_size]`. normed_hidden: the input of its attention, `[rows, queries, hidden_size]`. pre_rope_queries: its queries
+before their rotation, and after their norm where there is one, `[rows, queries, heads, head_dim]`."""
+
+ACTIVATIONS: frozenset[Activation] = frozenset(get_args(Activation))
+
+Watch = Callable[[int, "Tensor", "Tensor", "Tensor", float], None]
+"""A function that a dense run calls for every layer with the layer's index, the rotated query `[1, heads, tokens,
+head_dim]`, the rotated key and the value `[1, kv_heads, tokens, head_dim]`, and the scaling of query times key."""
+
+DenseRun = Callable[[Watch], None]
+"""A dense run over one text: calls a `Watch` for every layer, the first layer first."""
+
+EMPTY = -1
+"""The position of a slot that holds no entry."""
+
+NEVER = 2**31 - 1
+"""The expiry of an entry that every later query may see. An expiry is the first query position that may no longer see
+an entry, int32."""
 
 GROUP_DIM = 2
 """The dimension of a signal that runs over the query heads of one KV head."""
@@ -73,14 +91,19 @@ class MemoryTensor:
 
 
 @dataclass(frozen=True)
-class Entering:
-    """The new entries of one layer in one forward pass, before they are written.
+class NewEntries:
+    """The new entries of one layer in one forward pass, before they are evicted or written over.
 
-    positions: `[rows, new]` int32, -1 for padding. keys, values: `[rows, kv_heads, new, head_dim]`, as cached.
-    turning_back: where the policy is `rotary`, call it with n for the angles (cosines, sines, `[rows, 1, new, ..]`)
-    that undo, by `evictbench.cache.rope.turn`, the rotation of the keys n positions before the new ones; with several n
-    for several sets of angles, one behind the other. known: `[rows, kv_heads, new]`,
-    the label of each entry where the policy `foresees`; NaN where a sequence's labels end.
+    layer: the layer's index. shape: the model's sizes. positions: `[rows, new]` int32, -1 for padding, which comes
+    before a row's tokens. keys, values: `[rows, kv_heads, new, head_dim]`, as cached (rotated).
+    unrotate_angles: only for a policy that `needs_rope`. Called with a distance n it returns cosines and sines
+    `[rows, 1, new, rotary_dim / 2]`; `evictbench.cache.rope.rotate_by_angles` undoes with them the rotation of the
+    keys that stand n positions before the new ones. Called with several distances it returns the angles of each, one
+    behind the other in dimension 2.
+    labels: only for a policy that `needs_labels`. `[rows, kv_heads, new]` float32, the label of each entry, NaN where
+    a sequence has no label.
+    threshold: only for a `RaggedPolicy`. `[rows]`, what its `allot` returned for each row's budget.
+    activation: only for a policy with `hooks`. What its `read` returned in this pass for this layer.
     """
 
     layer: int
@@ -88,68 +111,58 @@ class Entering:
     positions: Tensor
     keys: Tensor
     values: Tensor
-    turning_back: Callable[..., tuple[Tensor, Tensor]] | None = None
-    known: Tensor | None = None
+    unrotate_angles: Callable[..., tuple[Tensor, Tensor]] | None = None
+    labels: Tensor | None = None
+    threshold: Tensor | None = None
+    activation: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """The new entries of one layer in one forward pass, as a policy sees them that is `ragged`.
+class PrefillChunk:
+    """The entries that one layer stores of one row while its prompt is read, for a `HeadBudgetPolicy`.
 
-    positions: `[rows, new]` int32, -1 for padding, which comes before a row's tokens. allotted: `[rows]`, what
-    `Policy.allot` made of each row's budget. read: what `Policy.read` made of this pass, if it reads anything.
-    """
-
-    layer: int
-    shape: ModelShape
-    positions: Tensor
-    allotted: Tensor
-    read: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Rivals:
-    """What one layer holds of one row while its prompt is read, as a policy sees it whose entries are `contested`.
-
-    state: its slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the last
-    `new` are those of this pass, which begin at position `first`. places: of each head's pool.
+    state: the policy's slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the
+    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool.
     """
 
     state: Mapping[str, Tensor]
     positions: Tensor
     first: int
     new: int
-    places: int
+    capacity: int
 
 
 @dataclass(frozen=True)
-class Division:
-    """What is known where one layer's pool is divided among its heads, at the end of a row's prompt.
+class HeadBudgets:
+    """What is known when one layer's pool is divided among its KV heads, at the end of a row's prompt.
 
-    mass: `[kv_heads, slots]`, the softmax of the last query over all that is stored, mean over a head's group;
-    worth: likewise, of the entries to that query; competes: likewise, bool, those that are not kept anyway.
-    places: of an equal share. crowded: the prompt is more than its budget, and all of it is stored.
+    layer: the layer's index. mass: `[kv_heads, slots]`, the softmax of the prompt's last query over all stored
+    entries, mean over the query heads of a KV head. scores: `[kv_heads, slots]`, the score of each entry for that
+    query. competes: `[kv_heads, slots]` bool, the entries that are not protected. capacity: entries of each head's
+    pool if all heads had equally many. over_budget: the prompt is longer than its budget, and all of it is stored.
     """
 
     layer: int
     mass: Tensor
-    worth: Tensor
+    scores: Tensor
     competes: Tensor
-    places: int
-    crowded: bool
+    capacity: int
+    over_budget: bool
 
 
 @dataclass
 class Signals:
-    """What the policy declared, for the forward pass that has just attended. Float32.
+    """The signals that the policy declared, for the forward pass that has just attended. All are float32 or wider.
 
     last_query_probs: `[rows, kv_heads, group, slots]`, the softmax row of each sequence's last query.
-    mass: `[rows, kv_heads, group, slots]`, column sums of the causal softmax over this pass's queries.
-    window_probs: call it for `[rows, kv_heads, group, window, slots]`, the softmax rows of the last `window`
-    queries of each sequence (earlier passes included) over the entries held now; zero for queries not yet seen.
-    recent_probs: call it with n for `[rows, kv_heads, group, n, slots]`, the softmax rows of the last n queries of this
-    pass, each over what it saw; with (n, before), of the n queries in front of the last `before`, so that many need not
-    be held at once. Zero for padding, and where the pass has fewer queries. Sinks lie where they were cached.
+    mass: `[rows, kv_heads, group, slots]`, the column sums of the causal softmax over this pass's queries.
+    window_probs: a function without arguments that returns `[rows, kv_heads, group, window, slots]`, the softmax rows
+    of each sequence's last `window` queries (those of earlier passes included) over the entries that are held now. A
+    query that does not exist yet has a row of zeros.
+    recent_probs: a function of n that returns `[rows, kv_heads, group, n, slots]`, the softmax rows of the last n
+    queries of this pass, each over the entries that it saw. With a second argument m it returns those of the n queries
+    before the last m, so that a caller can go through many queries part by part. Padding, and queries that this pass
+    does not have, have rows of zeros. Sinks count at the positions where they were cached.
     """
 
     last_query_probs: Tensor | None = None
@@ -160,21 +173,26 @@ class Signals:
 
 @dataclass
 class Step:
-    """One layer after one forward pass, as a policy sees it. `slots` counts the slots in use.
+    """One layer after one forward pass, as a policy sees it. `slots` is the number of slots in use.
 
-    positions: `[rows, sets, slots]` int32, the position of each entry in its sequence, -1 where a slot is empty;
-    `sets` is kv_heads, or 1 where the kept set is shared.
-    state: the policy's slot tensors, views `[rows, kv_heads, slots, ...]` to read and to update in place.
-    memory: the policy's sequence tensors, views `[rows, kv_heads, ...]`, likewise. entered: this pass's entries.
-    place: write a slot tensor of those, `place(name, [rows, kv_heads, new])`, or a shared one, `[rows, sets, new]`.
+    layer: the layer's index. shape: the model's sizes.
+    positions: `[rows, sets, slots]` int32, each entry's position in its sequence, -1 where a slot is empty. `sets` is
+    kv_heads, or 1 where the heads share one kept set.
+    keys, values: `[rows, kv_heads, slots, head_dim]`, to be read only.
+    state: the policy's slot tensors `[rows, kv_heads, slots(, width)]`, views to read and to update in place.
+    memory: the policy's sequence tensors `[rows, kv_heads, *size]`, views to read and to update in place.
+    entered: the new entries of this pass.
+    place: `place(name, value)` writes the new entries' part of a slot tensor, `[rows, kv_heads, new]`, or of a shared
+    tensor, `[rows, sets, new]`.
     query_positions: `[rows, queries]` int32, -1 for padding.
-    budgets: `[rows, queries + 1]` int64, the entries that each query of this pass may see, and the next query after
-    them (state that the policy charges already taken off); steady: they are all the same for a row.
-    shared: the policy's shared tensors, views `[rows, sets, slots, ...]` to read and to update in place; where `shares`
-    is "model" those of the whole model, on the first layer's device. carried: what the policy hands on from layer to
-    layer within this pass, empty at the first; it is not counted in bytes.
-    dense: the prompt is held whole, and this pass is a part of it; ends_prompt: its last. cuts: something is evicted
-    after this pass.
+    budgets: `[rows, queries + 1]` int64, how many entries each query of this pass may see, and then the next query
+    (without the state that the policy charges). steady: all of a row's budgets are equal.
+    shared: the policy's shared tensors `[rows, sets, slots(, width)]` or `[rows, sets, *size]`, views to read and to
+    update in place. With granularity "model" they belong to the whole model and lie on the first layer's device.
+    carried: a dictionary that the policy may fill in one layer and read in the next. It is empty at the first layer of
+    each pass and is not counted in bytes.
+    dense: this pass reads a part of a prompt that is held whole. ends_prompt: it reads the last part. cuts: entries
+    are evicted after this pass.
     """
 
     layer: int
@@ -184,7 +202,7 @@ class Step:
     values: Tensor
     state: Mapping[str, Tensor]
     memory: Mapping[str, Tensor]
-    entered: Entering
+    entered: NewEntries
     place: Callable[[str, Tensor], None]
     query_positions: Tensor
     budgets: Tensor
@@ -203,18 +221,3 @@ def reduce_group(probs: Tensor, how: GroupReduction) -> Tensor:
         return probs.amax(GROUP_DIM)
     total = probs.sum(GROUP_DIM)
     return total / probs.shape[GROUP_DIM] if how == "mean" else total
-
-
-Watch = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""Hears of every layer: its number, query `[1, heads, tokens, head_dim]` and key `[1, kv_heads, tokens, head_dim]`,
-both rotated, the value, and the scaling of query times key."""
-
-DenseRun = Callable[[Watch], None]
-"""A dense run over one text: shows every layer, the first one first."""
-
-Tap = Literal["residual", "normed_hidden", "pre_rope_queries"]
-"""residual: a decoder layer's input, before any norm, `[rows, queries, hidden]`. normed_hidden: what its attention
-receives, `[rows, queries, hidden]`. pre_rope_queries: its queries after their norm where there is one and before
-their rotation, `[rows, queries, heads, head_dim]`."""
-
-TAPS: frozenset[Tap] = frozenset(get_args(Tap))

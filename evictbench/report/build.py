@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.report.request import Request
+from evictbench.report.figures import figures
+from evictbench.report.page import render
+from evictbench.report.protocol import groups
+from evictbench.report.protocol import warnings as protocol_warnings
+from evictbench.report.request import ReportRequest
+from evictbench.report.samples import Browser, browser
+from evictbench.report.tables import leaderboard
+from evictbench.report.warnings import warnings as number_warnings
+from evictbench.store.files import check_writable, replacing
+from evictbench.store.frame import read_results
+from evictbench.store.select import choose, wanted_values
+from evictbench.store.trace_files import is_trace
 from evictbench.terminal.console import console_for, say
 from evictbench.terminal.waiting import Waiting
 
@@ -21,11 +30,11 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 4_800_000
-"""Of the file: what mail takes, and a phone opens. Prompts and answers get what the rest leaves."""
+"""Size of the file that mail takes and a phone opens. Prompts and answers get the room that the rest leaves."""
 
 
-def report_and_show(request: Request, quiet: bool = False) -> int:
-    """Write the file, and say what it warns of and, if not quiet, where it is; the exit code."""
+def report_and_show(request: ReportRequest, quiet: bool = False) -> int:
+    """Write the file, print its warnings and, unless quiet, where it is. Returns the exit code."""
     _check(request)
     with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
         page, warnings = build(request, waiting.begin)
@@ -34,23 +43,15 @@ def report_and_show(request: Request, quiet: bool = False) -> int:
         _write(request.out, data)
     for sentence in warnings:
         print(f"warning: {sentence}", file=sys.stderr)
-    words = console_for(stderr=False, quiet=quiet)
-    say(words, f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
-    say(words, f"next: open it in a browser: python -m webbrowser {shlex.quote(str(request.out))}")
+    console = console_for(stderr=False, quiet=quiet)
+    say(console, f"written to {request.out} ({len(data) / 1e6:.2f} MB)")
+    say(console, f"next: open it in a browser: python -m webbrowser {shlex.quote(str(request.out))}")
     return 0
 
 
-def build(request: Request, phase: Callable[[str], None] = lambda _: None) -> tuple[str, list[str]]:
-    """The page, and the sentences that it warns with. `phase` hears what takes a while."""
+def build(request: ReportRequest, phase: Callable[[str], None] = lambda _: None) -> tuple[str, list[str]]:
+    """The page and the sentences of its warnings. phase: called with a few words before a step that takes a while."""
     phase(f"reading {request.folder}")
-    from evictbench.report.figures import figures
-    from evictbench.report.page import render
-    from evictbench.report.protocol import groups
-    from evictbench.report.protocol import warnings as warnings_of_protocol
-    from evictbench.report.samples import Browser, browser
-    from evictbench.report.tables import leaderboard
-    from evictbench.report.warnings import warnings as warnings_of_numbers
-
     samples = _chosen(request)
     phase("comparing policies and budgets")
     board = leaderboard(samples)
@@ -58,7 +59,7 @@ def build(request: Request, phase: Callable[[str], None] = lambda _: None) -> tu
     drawn, refusals = figures(request, samples)
     phase("holding protocols against each other")
     runs = groups(samples)
-    warnings = [*warnings_of_numbers(samples, board), *warnings_of_protocol(runs), *refusals]
+    warnings = [*number_warnings(samples, board), *protocol_warnings(runs), *refusals]
     rendered = partial(render, request.title, samples, board, drawn, runs, warnings)
     room = MOST_BYTES - len(rendered(Browser()).encode(errors="replace"))
     phase("choosing prompts and answers to show")
@@ -66,17 +67,12 @@ def build(request: Request, phase: Callable[[str], None] = lambda _: None) -> tu
     return rendered(shown), [warning.text for warning in warnings] + shown.notes
 
 
-def _chosen(request: Request) -> pd.DataFrame:
-    from evictbench.store.frame import read_results
-    from evictbench.store.select import asked, choose
-
-    return choose(read_results(request.folder, text=False), asked(request.filters))
+def _chosen(request: ReportRequest) -> pd.DataFrame:
+    return choose(read_results(request.folder, text=False), wanted_values(request.filters))
 
 
-def _check(request: Request) -> None:
-    """What can be known before anything is read."""
-    from evictbench.store.trace_files import is_trace
-
+def _check(request: ReportRequest) -> None:
+    """Raise UserError for options that cannot work, before anything is read."""
     if request.documents is not None and request.documents < 0:
         raise UserError(f"--documents {request.documents} is no number of documents: 0 leaves the browser empty.")
     if is_trace(request.folder):
@@ -89,24 +85,14 @@ def _check(request: Request) -> None:
     out = request.out
     if out.is_dir():
         raise UserError(f"{out} is a folder; the report is a file: --out {out / 'report.html'}.")
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; the report needs a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"The report cannot be written to {out}: no permission in {parent}.")
+    check_writable(out.absolute().parent, "The report", "the report needs")
 
 
 def _write(out: Path, data: bytes) -> None:
     """Replace the file at once, or leave it as it was."""
-    name: str | None = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{out.name}-", dir=out.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, out)
+        with replacing(out) as file:
+            file.write_bytes(data)
     except OSError as error:
-        if name is not None:
-            Path(name).unlink(missing_ok=True)
         raise UserError(f"The report cannot be written to {out}: {error.strerror or error}.") from error

@@ -11,8 +11,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from evictbench import __version__
-from evictbench.plot.style import LABELS, SHARES
-from evictbench.store.select import said
+from evictbench.plot.style import LABELS, PERCENT
+from evictbench.store.select import text_of
 from evictbench.terminal.units import human_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +31,11 @@ MINUS, DASH = "\N{MINUS SIGN}", "–"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the leaderboard: its heading, what it means, the text of a cell and what it is sorted by ("": last).
-    minor: left out on a narrow screen, unless asked for."""
+    """A column of the leaderboard.
+
+    meaning: of the heading. text: of a cell. value: what rows are sorted by; "" comes last. number: whether cells are
+    numbers. minor: whether a narrow screen leaves the column out unless asked.
+    """
 
     heading: str
     meaning: str
@@ -42,59 +45,11 @@ class Column:
     minor: bool = False
 
 
-def _interval(row: Row) -> str:
-    return "" if row.interval is None else f"{100 * row.interval[0]:.1f}{DASH}{100 * row.interval[1]:.1f}"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.1f}".replace("-", MINUS)
-
-
-def _between(found: Difference | None) -> str:
-    if found is None or found.low is None or found.high is None:
-        return ""
-    return f"{_signed(100 * found.low)} to {_signed(100 * found.high)}"
-
-
-def _versus_value(row: Row) -> float | str:
-    return "" if row.versus is None else row.versus.value
-
-
-def _budget_value(row: Row) -> float | str:
-    """Shares of a text sort behind numbers of entries."""
-    if row.budget == said(None):
-        return ""
-    return float(row.budget.rstrip("%")) + (1e12 if row.budget.endswith("%") else 0.0)
-
-
-def _share(name: str, heading: str, meaning: str) -> Column:
-    return Column(
-        heading, meaning, lambda row: f"{100 * getattr(row, name):.0f}%", lambda row: getattr(row, name), minor=True
-    )
-
-
-def _bytes(name: str, heading: str, meaning: str) -> Column:
-    return Column(
-        heading, meaning, lambda row: human_bytes(getattr(row, name)), lambda row: getattr(row, name), minor=True
-    )
-
-
-def _metric(name: str, minor: bool) -> Column:
-    scale = 100 if name in SHARES else 1
-    return Column(
-        name.replace("_", " "),
-        LABELS.get(name, "a metric of the task"),
-        lambda row: f"{scale * row.metrics[name]:.3g}" if name in row.metrics else "",
-        lambda row: row.metrics.get(name, ""),
-        minor=minor,
-    )
-
-
 def columns(board: Board) -> list[Column]:
-    """The leaderboard's, in order; suite and model where there are several."""
+    """The columns of the leaderboard in order, with suite and model if there are several."""
     several = {name for name in ("suite", "model") if len({getattr(row, name) for row in board.rows}) > 1}
     seen = "cache entries per KV head that a decode query saw"
-    found = [
+    every = [
         Column("policy", "eviction policy", lambda row: row.policy, lambda row: row.policy, number=False),
         Column("budget", "cache entries per KV head, or a share of the text", lambda row: row.budget, _budget_value),
         Column("suite", "suite", lambda row: row.suite, lambda row: row.suite, number=False, minor=True),
@@ -130,16 +85,16 @@ def columns(board: Board) -> list[Column]:
         _share("truncated", "cut off", "answers stopped by the token limit or inside their thought"),
         _share("repetition", "in a loop", "answers that end in a loop"),
     ]
-    return [column for column in found if column.heading in several or column.heading not in ("suite", "model")]
+    return [column for column in every if column.heading in several or column.heading not in ("suite", "model")]
 
 
 def choices(board: Board) -> dict[str, list[str]]:
-    """What each filter of the leaderboard offers."""
+    """The choices of each filter of the leaderboard."""
     rows = board.rows
 
     def budget(text: str) -> tuple[bool, bool, float]:
         share = text.endswith("%")
-        return (False, False, -1.0) if text == said(None) else (True, share, float(text.rstrip("%")))
+        return (False, False, -1.0) if text == text_of(None) else (True, share, float(text.rstrip("%")))
 
     return {
         "suite": list(dict.fromkeys(row.suite for row in rows)),
@@ -157,14 +112,14 @@ def render(
     warnings: Sequence[Notice],
     browser: Browser,
 ) -> str:
-    """The whole page as HTML. Whatever comes from outside is escaped, and only the script below may run."""
+    """The whole page as HTML. All text from outside is escaped, and only the page's own script may run."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     script, style = _file("assets/page.js"), _file("assets/page.css")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["breakable"] = _breakable
-    environment.filters["sentence"] = lambda words: words[:1].upper() + words[1:]
+    environment.filters["sentence"] = lambda text: text[:1].upper() + text[1:]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     by_kind: dict[str, list[Notice]] = {}
     for warning in warnings:
@@ -193,6 +148,54 @@ def render(
         "base-uri 'none'; form-action 'none'",
     }
     return environment.from_string(_file("assets/page.html")).render(values)
+
+
+def _interval(row: Row) -> str:
+    return "" if row.interval is None else f"{100 * row.interval[0]:.1f}{DASH}{100 * row.interval[1]:.1f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.1f}".replace("-", MINUS)
+
+
+def _between(difference: Difference | None) -> str:
+    if difference is None or difference.low is None or difference.high is None:
+        return ""
+    return f"{_signed(100 * difference.low)} to {_signed(100 * difference.high)}"
+
+
+def _versus_value(row: Row) -> float | str:
+    return "" if row.versus is None else row.versus.value
+
+
+def _budget_value(row: Row) -> float | str:
+    """Shares of a text sort behind numbers of entries."""
+    if row.budget == text_of(None):
+        return ""
+    return float(row.budget.rstrip("%")) + (1e12 if row.budget.endswith("%") else 0.0)
+
+
+def _share(name: str, heading: str, meaning: str) -> Column:
+    return Column(
+        heading, meaning, lambda row: f"{100 * getattr(row, name):.0f}%", lambda row: getattr(row, name), minor=True
+    )
+
+
+def _bytes(name: str, heading: str, meaning: str) -> Column:
+    return Column(
+        heading, meaning, lambda row: human_bytes(getattr(row, name)), lambda row: getattr(row, name), minor=True
+    )
+
+
+def _metric(name: str, minor: bool) -> Column:
+    scale = 100 if name in PERCENT else 1
+    return Column(
+        name.replace("_", " "),
+        LABELS.get(name, "a metric of the task"),
+        lambda row: f"{scale * row.metrics[name]:.3g}" if name in row.metrics else "",
+        lambda row: row.metrics.get(name, ""),
+        minor=minor,
+    )
 
 
 def _breakable(text: str) -> Markup:

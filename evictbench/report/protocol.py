@@ -1,4 +1,4 @@
-"""Protocols and versions of runs: what all of a table share, and what differs between them."""
+"""Protocols and versions of runs: what the runs of a suite and model share, and what differs between them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.report.warnings import Notice
 from evictbench.store import run_folder
-from evictbench.store.select import said
+from evictbench.store.select import PROTOCOL, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PROTOCOL = (
-    "protocol",
-    "differs",
-    "context",
-    "question",
-    "chat",
-    "thoughts",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_new_tokens",
-    "card_limit",
-    "prefill",
-    "chunk",
-    "dtype",
-    "weights",
-    "seed",
-    "results_version",
-)
-"""Columns of a run that the protocol is made of; tasks and data come beside them."""
-
 NOT_VERSIONS = ("started", "batch_size")
+"""Fields of a session that may differ without a warning."""
+
 MOST_NAMED = 3
+"""Values that a sentence names."""
+
 COMMIT, SOURCE = "commit", "policy source"
 
 
@@ -77,16 +59,16 @@ class Group:
 
 
 def groups(samples: pd.DataFrame) -> list[Group]:
-    """See `Group`; in the order of the results."""
+    """The groups of these samples, in the order of the results."""
     return [
         _group(str(suite), str(model), group)
         for (suite, model), group in samples.groupby(["suite", "model"], observed=True)
     ]
 
 
-def warnings(found: Sequence[Group]) -> Iterator[Notice]:
+def warnings(groups: Sequence[Group]) -> Iterator[Notice]:
     """Mixed commits and library versions, and commits with changes that were not committed."""
-    for group in found:
+    for group in groups:
         where = f"{group.suite} on {group.model}"
         clean = {commit.partition("+")[0] for commit in group.commits}
         if len(clean) > 1:
@@ -124,64 +106,64 @@ def _group(suite: str, model: str, samples: pd.DataFrame) -> Group:
             Line(
                 run=str(first["fingerprint"]),
                 policy=str(first["policy"]),
-                budget=said(first["budget"]),
-                settings=", ".join(f"{name}={said(value)}" for name, value in own.items()),
+                budget=text_of(first["budget"]),
+                settings=", ".join(f"{name}={text_of(value)}" for name, value in own.items()),
                 samples=len(run),
                 values=[Value(values.get(name, ""), odd(name, number)) for name in differing],
             )
         )
     lines.sort(key=lambda line: (line.policy, len(line.budget), line.budget))
     shared = {name: settings[0][name] for name in names if name not in differing}
-    shared = {name: value for name, value in shared.items() if value not in ("", said(None))}
+    shared = {name: value for name, value in shared.items() if value not in ("", text_of(None))}
     every = [session for made in sessions for session in made]
     commits = sorted({str(session[COMMIT]) for session in every if session.get(COMMIT)})
     mixed = []
     for name in dict.fromkeys(name for session in every for name in session):
-        found = sorted({said(session.get(name)) for session in every})
-        if name not in (*NOT_VERSIONS, COMMIT) and len(found) > 1:
-            mixed.append(f"{name} {_some(found)}")
+        distinct = sorted({text_of(session.get(name)) for session in every})
+        if name not in (*NOT_VERSIONS, COMMIT) and len(distinct) > 1:
+            mixed.append(f"{name} {_some(distinct)}")
     return Group(suite, model, shared, differing, lines, commits, mixed)
 
 
 def _settings(run: pd.DataFrame) -> dict[str, str]:
     first = run.iloc[0]
-    found = {name.replace("_", " "): said(first[name]) for name in PROTOCOL}
+    settings = {name.replace("_", " "): text_of(first[name]) for name in PROTOCOL}
     versions = run.drop_duplicates("task")[["task", "task_version"]].astype(str).itertuples(index=False)
-    found["tasks"] = ", ".join(f"{task} (version {version})" for task, version in sorted(versions))
-    found |= {f"data: {name}": said(value) for name, value in json.loads(str(first["data"])).items()}
+    settings["tasks"] = ", ".join(f"{task} (version {version})" for task, version in sorted(versions))
+    settings |= {f"data: {name}": text_of(value) for name, value in json.loads(str(first["data"])).items()}
     source = first["policy_source"]
     if isinstance(source, str):
-        found[SOURCE] = _flat(json.loads(source))
-    return found
+        settings[SOURCE] = _flat(json.loads(source))
+    return settings
 
 
 def _sessions(run: pd.DataFrame) -> list[dict[str, Any]]:
     """The sessions that made samples of a run, as its run.json tells them."""
-    found = []
+    sessions = []
     for folder, part in run.groupby("folder", observed=True):
         known = run_folder.read_run(Path(str(folder)))["sessions"]
         used = part["session"].dropna().unique() if "session" in part else []
-        found += [known[int(number)] for number in sorted(used) if int(number) < len(known)]
-    return found
+        sessions += [known[int(number)] for number in sorted(used) if int(number) < len(known)]
+    return sessions
 
 
 def _versions(sessions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     names = dict.fromkeys(name for session in sessions for name in session if name != "started")
-    values = {name: sorted({said(session.get(name)) for session in sessions}) for name in names}
-    words = {name.replace("_", " "): _some(found, 7 if name == COMMIT else None) for name, found in values.items()}
+    values = {name: sorted({text_of(session.get(name)) for session in sessions}) for name in names}
+    versions = {name.replace("_", " "): _some(texts, 7 if name == COMMIT else None) for name, texts in values.items()}
     days = sorted({str(session["started"])[:10] for session in sessions if session.get("started")})
-    return words | ({"made on": " to ".join(dict.fromkeys((days[0], days[-1])))} if days else {})
+    return versions | ({"made on": " to ".join(dict.fromkeys((days[0], days[-1])))} if days else {})
 
 
 def _flat(values: Mapping[str, Any]) -> str:
-    """Words of a nested mapping; hashes cut to twelve digits."""
-    found = {name: _flat(value) if isinstance(value, dict) else said(value) for name, value in values.items()}
-    words = ", ".join(f"{name} {value}" for name, value in found.items() if value)
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", words)
+    """A nested mapping as text, with hashes cut to twelve digits."""
+    texts = {name: _flat(value) if isinstance(value, dict) else text_of(value) for name, value in values.items()}
+    text = ", ".join(f"{name} {value}" for name, value in texts.items() if value)
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", text)
 
 
 def _some(values: Sequence[str], length: int | None = None) -> str:
-    """The first few of them; commits cut to so many digits, their mark of changes kept."""
+    """The first few values as text. length: digits to which commits are cut, with their mark of changes kept."""
     if length is not None:
         parts = [value.partition("+") for value in values]
         values = [commit[:length] + plus + rest for commit, plus, rest in parts]

@@ -1,24 +1,20 @@
-"""What a report is asked for."""
+"""What `evictbench report` was asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from evictbench.plot.request import Request as PlotRequest
 from evictbench.store.select import ALL, Filters
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportRequest:
     """The options of `evictbench report`, as given.
 
-    documents: of each task, so many are in the sample browser, evenly chosen; None is all that fit, 0 none. tokenizer:
-    a folder, where the model's own tokenizer is not on this machine.
+    folder: of runs. traces: folders of traces whose figures go in too. out: the HTML file. documents: how many of each
+    task are in the sample browser, evenly chosen; None for all that fit, 0 for none. tokenizer: a folder with
+    tokenizer.json, where the model's own tokenizer is not on this machine.
     """
 
     folder: Path
@@ -28,7 +24,3 @@ class Request:
     filters: Filters = ALL
     documents: int | None = None
     tokenizer: Path | None = None
-
-    def of_runs(self) -> PlotRequest:
-        """The same filters for figures of runs."""
-        return PlotRequest(self.folder, filters=self.filters)

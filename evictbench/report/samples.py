@@ -1,5 +1,5 @@
-"""The sample browser's data: prompts once for all policies, answers beside each other, in packs that a page unzips
-when they are asked for."""
+"""The sample browser's data: each prompt once for all policies, and answers beside each other, in packs that the page
+unzips when they are opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.store import run_folder
-from evictbench.store.select import SHARED, comparable, in_words, said
+from evictbench.store.select import FULL, SHARED, comparable, text_of, texts_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,10 +34,33 @@ Text = str | list[Any]
 """A text, or its beginning, how many letters were left out, and its end."""
 
 
+SHOWN = {
+    "score": "score",
+    "output_tokens": "out",
+    "token_limit": "limit",
+    "truncated": "cut",
+    "repetition": "loop",
+    "thinking": "thinking",
+    "prompt_tokens": "prompt",
+    "occupancy_max": "most",
+    "occupancy_mean": "mean",
+    "cache_bytes": "bytes",
+    "metrics": "metrics",
+    "answer": "answer",
+    "text": "text",
+}
+"""Fields of a sample line that the page has, and their names there."""
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
 @dataclass
 class Pack:
-    """The samples of one task under all runs of one group. arms: fingerprint and name of each run. data: base64 of the
-    gzip of a JSON document that `assets/page.js` reads."""
+    """The samples of one task under all runs of one group.
+
+    arms: fingerprint and name of each run. documents: how many. data: base64 of the gzip of a JSON document that
+    `assets/page.js` reads.
+    """
 
     name: str
     suite: str
@@ -50,45 +73,72 @@ class Pack:
 
 @dataclass
 class Browser:
-    """All packs, and what a reader should know that is not in them."""
+    """All packs, and sentences about what is left out of them."""
 
     packs: list[Pack] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None, room: int) -> Browser:
-    """The packs of these samples, at most `documents` of each task, in at most `room` bytes. Long texts lose their
-    middle before documents are left out."""
-    found = Browser()
+    """The packs of these samples.
+
+    documents: the most of each task, None for all that fit. tokenizer: a folder with tokenizer.json, None for the
+    model's own. room: bytes that all packs may take. Long texts lose their middle before documents are left out.
+    """
+    browser = Browser()
     if documents == 0:
-        found.notes.append("Prompts and answers were left out of this report.")
-        return found
+        browser.notes.append("Prompts and answers were left out of this report.")
+        return browser
     samples = samples.assign(group=comparable(samples))
     chosen = _choose(samples, documents)
     if len(chosen) < len(samples):
         left = f"{len(chosen):,} of {len(samples):,} answers"
-        found.notes.append(f"The sample browser holds {left}: documents were chosen evenly from each task.")
-    contents = list(_contents(chosen, tokenizer, found))
+        browser.notes.append(f"The sample browser holds {left}: documents were chosen evenly from each task.")
+    contents = list(_contents(chosen, tokenizer, browser))
     tries = [(cap, 1) for cap in CAPS] + [(CAPS[-1], 2**halved) for halved in range(1, 11)]
     for cap, share in tries:
         packed = _all(contents, cap, share, room)
         if packed is not None:
             break
     else:
-        found.notes.append("There was no room for prompts and answers in this report.")
-        return found
+        browser.notes.append("There was no room for prompts and answers in this report.")
+        return browser
     for (pack, _), (data, count) in zip(contents, packed, strict=True):
         pack.data, pack.documents = data, count
-        found.packs.append(pack)
+        browser.packs.append(pack)
     if share > 1:
-        found.notes.append(f"To keep the file small, one of {share} documents is in the sample browser.")
+        browser.notes.append(f"To keep the file small, one of {share} documents is in the sample browser.")
     if any(isinstance(text, list) for _, content in contents for text in _texts(content, cap)):
-        found.notes.append(f"Texts longer than {cap:,} letters are shown without their middle.")
-    return found
+        browser.notes.append(f"Texts longer than {cap:,} letters are shown without their middle.")
+    return browser
+
+
+def load(model: str, weights: str, folder: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a model; None if it is not on this machine. Neither the network nor the model is used.
+
+    It is read from `folder` if one is given, else from the model's folder or from the hub's local cache at the commit
+    that `weights` names.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder / TOKENIZER_FILE if folder is not None else _find(model, weights)
+    if file is None or not file.is_file():
+        return None
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{file} is not a tokenizer: {error}.") from None
+    return tokenizer
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int], border: int | None) -> tuple[str, str]:
+    """The prompt up to the border, and what comes after it, as the model saw them, special tokens included."""
+    at = len(ids) if border is None else border
+    return _text(tokenizer, ids[:at]), _text(tokenizer, ids[at:])
 
 
 def _choose(samples: pd.DataFrame, documents: int | None) -> pd.DataFrame:
-    """Evenly so many documents of each task, the same ones for all runs of a group."""
+    """The samples of at most `documents` documents of each task, evenly chosen, alike for all runs of a group."""
     keys = samples[["group", "task", "doc_id"]].drop_duplicates()
     most = documents
     if len(samples) > MOST_LINES:
@@ -108,7 +158,7 @@ def _choose(samples: pd.DataFrame, documents: int | None) -> pd.DataFrame:
     return samples.merge(pd.concat(kept), on=["group", "task", "doc_id"])
 
 
-def _contents(chosen: pd.DataFrame, folder: Path | None, found: Browser) -> Iterator[tuple[Pack, dict[str, Any]]]:
+def _contents(chosen: pd.DataFrame, folder: Path | None, browser: Browser) -> Iterator[tuple[Pack, dict[str, Any]]]:
     """A pack and its content for each group and task; texts whole."""
     lines = _Lines(chosen)
     tokenizers: dict[tuple[str, str], Tokenizer | None] = {}
@@ -118,7 +168,9 @@ def _contents(chosen: pd.DataFrame, folder: Path | None, found: Browser) -> Iter
         if (model, weights) not in tokenizers:
             tokenizers[model, weights] = load(model, weights, folder)
             if tokenizers[model, weights] is None:
-                found.notes.append(f"Prompts of {model} are not shown: its tokenizer is not here (--tokenizer FOLDER).")
+                browser.notes.append(
+                    f"Prompts of {model} are not shown: its tokenizer is not here (--tokenizer FOLDER)."
+                )
         told = _told_apart(chosen, int(number))
         for task, of_task in group.groupby("task", observed=True):
             content = _content(of_task, lines, tokenizers[model, weights])
@@ -127,12 +179,12 @@ def _contents(chosen: pd.DataFrame, folder: Path | None, found: Browser) -> Iter
 
 
 def _told_apart(samples: pd.DataFrame, group: int) -> str:
-    """What a group's protocol has that other groups of the same suite and model have not: "context 1024"."""
+    """The part of a group's protocol that differs between groups of its suite and model: "context 1024"."""
     own = samples[samples["group"] == group]
     first = own.iloc[0]
     beside = samples[(samples["suite"] == first["suite"]) & (samples["model"] == first["model"])]
-    differing = [name for name in SHARED if in_words(beside[name]).nunique() > 1]
-    return ", ".join(f"{name.replace('_', ' ')} {said(first[name])}" for name in differing)
+    differing = [name for name in SHARED if texts_of(beside[name]).nunique() > 1]
+    return ", ".join(f"{name.replace('_', ' ')} {text_of(first[name])}" for name in differing)
 
 
 class _Lines:
@@ -166,29 +218,11 @@ class _Lines:
         return run_folder.prompt_ids({"prompt_ids": self._prompts.get(str(line.get("prompt_hash")))})
 
 
-SHOWN = {
-    "score": "score",
-    "output_tokens": "out",
-    "token_limit": "limit",
-    "truncated": "cut",
-    "repetition": "loop",
-    "thinking": "thinking",
-    "prompt_tokens": "prompt",
-    "occupancy_max": "most",
-    "occupancy_mean": "mean",
-    "cache_bytes": "bytes",
-    "metrics": "metrics",
-    "answer": "answer",
-    "text": "text",
-}
-"""What the page has of a sample line, and by which name."""
-
-
 def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) -> dict[str, Any]:
     runs = of_task.drop_duplicates("fingerprint")
     names = {str(run["fingerprint"]): _arm(run) for _, run in runs.iterrows()}
     twice = {name for name in names.values() if list(names.values()).count(name) > 1}
-    marks = sorted(names, key=lambda mark: (names[mark] != "full", _by_number(names[mark])))
+    marks = sorted(names, key=lambda mark: (names[mark] != FULL, _by_number(names[mark])))
     arms = [(mark, f"{names[mark]} ({mark})" if names[mark] in twice else names[mark]) for mark in marks]
     prompts: list[list[Any]] = []
     number_of: dict[str, int] = {}
@@ -214,7 +248,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def _arm(run: pd.Series) -> str:
-    return str(run["policy"]) if said(run["budget"]) == "none" else f"{run['policy']} {run['budget']}"
+    return str(run["policy"]) if text_of(run["budget"]) == "none" else f"{run['policy']} {run['budget']}"
 
 
 def _prompt(ids: Sequence[int] | None, border: int | None, tokenizer: Tokenizer | None) -> list[Any]:
@@ -284,30 +318,6 @@ def _length(text: Text | None) -> int:
     return sum(len(part) for part in text if isinstance(part, str)) if text is not None else 0
 
 
-FILE = "tokenizer.json"
-
-
-def load(model: str, weights: str, folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a model, from `folder`, from the model's own, or from the hub's local cache at the commit that
-    `weights` names; None where it is in none of them. Neither the network nor the model is asked."""
-    from tokenizers import Tokenizer
-
-    file = folder / FILE if folder is not None else _find(model, weights)
-    if file is None or not file.is_file():
-        return None
-    try:
-        found: Tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise UserError(f"{file} is not a tokenizer: {error}.") from None
-    return found
-
-
-def decode(tokenizer: Tokenizer, ids: Sequence[int], border: int | None) -> tuple[str, str]:
-    """The prompt up to the border, and what comes after it, as the model saw them, special tokens included."""
-    at = len(ids) if border is None else border
-    return _text(tokenizer, ids[:at]), _text(tokenizer, ids[at:])
-
-
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
     return text
@@ -317,8 +327,8 @@ def _find(model: str, weights: str) -> Path | None:
     from evictbench.models import bundled
 
     if model == bundled.NAME:
-        return bundled.converted_folder() / FILE
-    local = Path(model).expanduser() / FILE
+        return bundled.converted_folder() / TOKENIZER_FILE
+    local = Path(model).expanduser() / TOKENIZER_FILE
     if local.is_file():
         return local
     from huggingface_hub import try_to_load_from_cache
@@ -326,7 +336,7 @@ def _find(model: str, weights: str) -> Path | None:
 
     revision = weights.removeprefix("commit:") if weights.startswith("commit:") else None
     try:
-        found = try_to_load_from_cache(model.partition("@")[0], FILE, revision=revision)
+        cached = try_to_load_from_cache(model.partition("@")[0], TOKENIZER_FILE, revision=revision)
     except (HFValidationError, ValueError):
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(cached) if isinstance(cached, str) else None

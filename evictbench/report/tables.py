@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.stats.intervals import Interval, mean_of_means
 from evictbench.stats.paired import Difference, difference
-from evictbench.store.frame import METRIC, cells
-from evictbench.store.select import comparable, said
+from evictbench.store.frame import METRIC, cells, document_scores
+from evictbench.store.select import FULL, comparable, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 MOST_METRICS = 2
-"""Metrics beside the score that have a column, of each suite."""
+"""Metrics of each suite that have a column beside the score's."""
 
-MEAN = "mean"
+
+MEANS = ("occupancy_mean", "cache_bytes", "prefill_peak_bytes", "truncated", "repetition")
+"""Fields of a row that are the mean over samples."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +63,31 @@ class Board:
 
 
 def leaderboard(samples: pd.DataFrame) -> Board:
-    """See `Board`."""
+    """The leaderboard of these samples, with each run compared with the full cache of its group."""
     import pandas as pd
 
     # Two folders of one run, as shards that were copied together, are one.
     samples = samples.assign(group=comparable(samples), folder="")
-    found = cells(samples)
+    by_task = cells(samples)
     names = _metrics(samples)
     if names:
         columns = [f"{METRIC}{name}" for name in names]
         keys = [samples["fingerprint"].astype(str), samples["task"].astype(str)]
         documents = samples[columns].astype(float).groupby([*keys, samples["doc_id"]]).mean()
         means = documents.groupby(level=[0, 1]).mean()
-        found = found.merge(means.reset_index(), on=["fingerprint", "task"])
-    by_run = {str(mark): _documents(run) for mark, run in samples.groupby("fingerprint", observed=True)}
+        by_task = by_task.merge(means.reset_index(), on=["fingerprint", "task"])
+    by_run = {str(mark): document_scores(run) for mark, run in samples.groupby("fingerprint", observed=True)}
     group_of = samples.drop_duplicates("fingerprint").set_index("fingerprint")["group"].to_dict()
     full: dict[int, dict[tuple[str, int], float]] = {}
-    for mark in found.loc[found["policy_name"] == "full", "fingerprint"].unique():
+    for mark in by_task.loc[by_task["policy_name"] == FULL, "fingerprint"].unique():
         full.setdefault(group_of[mark], {}).update(by_run[str(mark)])
     rows: list[Row] = []
-    for mark, run in found.groupby("fingerprint", sort=False):
+    for mark, run in by_task.groupby("fingerprint", sort=False):
         group = group_of[mark]
-        base = None if run["policy_name"].iloc[0] == "full" else full.get(group)
+        base = None if run["policy_name"].iloc[0] == FULL else full.get(group)
         tasks = [_row(task, group, by_run[str(mark)], base, names, len(run) == 1) for _, task in run.iterrows()]
         if len(tasks) > 1:
-            rows.append(_mean(tasks, by_run[str(mark)], base))
+            rows.append(_mean_row(tasks, by_run[str(mark)], base))
         rows += tasks
     place = {name: number for number, name in enumerate(dict.fromkeys(pd.unique(samples["suite"].astype(str))))}
     rows.sort(key=lambda row: (place[row.suite], row.model, row.group, not row.whole, row.task, -row.score))
@@ -93,18 +95,13 @@ def leaderboard(samples: pd.DataFrame) -> Board:
 
 
 def _metrics(samples: pd.DataFrame) -> list[str]:
-    """The first few metrics of each suite that say something else than the score does."""
-    found: list[str] = []
+    """The first few metrics of each suite that differ from the score."""
+    metrics: list[str] = []
     for _, suite in samples.groupby("suite", observed=True):
         names = [name for name in suite if str(name).startswith(METRIC) and suite[name].notna().any()]
         other = [name for name in names if not (suite[name] - suite["score"]).abs().max() < 1e-9]
-        found += [str(name).removeprefix(METRIC) for name in other[:MOST_METRICS]]
-    return list(dict.fromkeys(found))
-
-
-def _documents(run: pd.DataFrame) -> dict[tuple[str, int], float]:
-    means = run["score"].astype(float).groupby([run["task"].astype(str), run["doc_id"]]).mean()
-    return {(str(task), int(doc_id)): float(mean) for (task, doc_id), mean in means.items()}
+        metrics += [str(name).removeprefix(METRIC) for name in other[:MOST_METRICS]]
+    return list(dict.fromkeys(metrics))
 
 
 def _row(
@@ -122,7 +119,7 @@ def _row(
         suite=str(task["suite"]),
         model=str(task["model"]),
         policy=str(task["policy"]),
-        budget=said(task["budget"]),
+        budget=text_of(task["budget"]),
         task=str(task["task"]),
         whole=only,
         group=group,
@@ -140,17 +137,14 @@ def _row(
 def _versus(
     documents: Mapping[tuple[str, int], float], base: Mapping[tuple[str, int], float] | None, task: str | None = None
 ) -> Difference | None:
-    """How far scores are from the full cache's; two scores in [0, 1] are at most 1 apart, and so is the interval."""
-    found = None if base is None else difference(documents, base, task)
-    if found is None or found.low is None or found.high is None:
-        return found
-    return replace(found, low=max(-1.0, found.low), high=min(1.0, found.high))
+    """The difference from the full cache's scores, with its interval inside [-1, 1]; task: None for all tasks."""
+    versus = None if base is None else difference(documents, base, task)
+    if versus is None or versus.low is None or versus.high is None:
+        return versus
+    return replace(versus, low=max(-1.0, versus.low), high=min(1.0, versus.high))
 
 
-MEANS = ("occupancy_mean", "cache_bytes", "prefill_peak_bytes", "truncated", "repetition")
-
-
-def _mean(
+def _mean_row(
     tasks: Sequence[Row],
     documents: Mapping[tuple[str, int], float],
     base: Mapping[tuple[str, int], float] | None,
@@ -167,7 +161,7 @@ def _mean(
         model=first.model,
         policy=first.policy,
         budget=first.budget,
-        task=f"{MEAN} of {len(tasks)}",
+        task=f"mean of {len(tasks)}",
         whole=True,
         group=first.group,
         score=score,

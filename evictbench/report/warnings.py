@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evictbench.policy.budget import Budget
-from evictbench.store.select import guarded, said
+from evictbench.store.select import budget_bounds, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,7 +59,7 @@ def _above_full(board: Board) -> Iterator[Notice]:
 
 
 def _past_budget(samples: pd.DataFrame) -> Iterator[Notice]:
-    bounds = guarded(samples["policy"].astype(str).unique())
+    bounds = budget_bounds(samples["policy"].astype(str).unique())
     budgeted = samples[samples["budget"].notna()]
     for mark, run in budgeted.groupby("fingerprint", observed=True):
         first = run.iloc[0]
@@ -98,5 +98,5 @@ def _different_tasks(samples: pd.DataFrame) -> Iterator[Notice]:
 
 
 def _named(row: Row) -> str:
-    budget = "" if row.budget == said(None) else f" {row.budget}"
+    budget = "" if row.budget == text_of(None) else f" {row.budget}"
     return f"{row.policy}{budget} on {row.suite}, {row.model}"

@@ -1,4 +1,4 @@
-"""Intervals: how far a mean score could be from the truth, given how few samples it rests on."""
+"""Intervals of mean scores, given how few samples they rest on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 Interval = tuple[float, float]
 
 CONFIDENCE = 0.95
+"""The confidence level of every interval."""
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:
@@ -50,8 +51,8 @@ def wilson(successes: int, count: int) -> Interval:
     ValueError for no answers, or for more right ones than there are."""
     from scipy.stats import binomtest
 
-    found = binomtest(successes, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
-    return max(0.0, float(found.low)), min(1.0, float(found.high))
+    interval = binomtest(successes, count).proportion_ci(confidence_level=CONFIDENCE, method="wilson")
+    return max(0.0, float(interval.low)), min(1.0, float(interval.high))
 
 
 def clustered_interval(by_problem: Sequence[Sequence[float]]) -> Interval | None:
@@ -115,17 +116,17 @@ def mean_of_tasks(tasks: Mapping[str, Sequence[float]]) -> tuple[float, Interval
     return mean, None if interval is None else (max(0.0, interval[0]), min(1.0, interval[1]))
 
 
-def mean_of_means(found: Sequence[tuple[float, Interval | None]]) -> tuple[float, Interval | None]:
+def mean_of_means(means: Sequence[tuple[float, Interval | None]]) -> tuple[float, Interval | None]:
     """The unweighted mean of independent means that have intervals, and its own; None if one has none.
 
     The intervals combine by the method of variance estimates recovery (Zou and Donner, Statistics in Medicine 27,
     2008): each side's distances add in squares.
     """
-    mean = fmean(each for each, _ in found)
+    mean = fmean(value for value, _ in means)
     below = above = 0.0
-    for each, interval in found:
+    for value, interval in means:
         if interval is None:
             return mean, None
-        below += ((each - interval[0]) / len(found)) ** 2
-        above += ((interval[1] - each) / len(found)) ** 2
+        below += ((value - interval[0]) / len(means)) ** 2
+        above += ((interval[1] - value) / len(means)) ** 2
     return mean, (mean - math.sqrt(below), mean + math.sqrt(above))

@@ -93,7 +93,7 @@ class Difference:
 
         if min(map(len, self.by_task)) < 2 or all(len(set(task)) == 1 for task in self.by_task):
             return None
-        found = bootstrap(
+        interval = bootstrap(
             [*self.by_task],
             lambda *tasks, axis: sum(task.mean(axis=axis) for task in tasks) / len(tasks),
             n_resamples=RESAMPLES,
@@ -102,16 +102,16 @@ class Difference:
             confidence_level=CONFIDENCE,
             rng=0,
         ).confidence_interval
-        return float(found.low), float(found.high)
+        return float(interval.low), float(interval.high)
 
     def _weights(self, margin: float) -> np.ndarray:
-        """What each document adds to `value` + margin; what adds nothing is left out."""
+        """Each document's share of `value` + margin, without the shares that are 0."""
         import numpy as np
 
         parts = [(np.asarray(task) + margin) / len(task) / len(self.by_task) for task in self.by_task]
         weights: np.ndarray = np.concatenate(parts)
-        found: np.ndarray = weights[weights != 0]
-        return found
+        nonzero: np.ndarray = weights[weights != 0]
+        return nonzero
 
 
 def difference(first: Documents, second: Documents, task: str | None = None) -> Difference | None:

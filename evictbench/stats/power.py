@@ -16,10 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 POWER = 0.8
+"""Probability of finding a difference that is there."""
+
 ALPHA = 0.05
+"""Probability of finding a difference that is not there."""
 
 MOST_DOCUMENTS = 10_000_000
-"""More are never said to be needed."""
+"""The most that are said to be needed."""
 
 DISCORDANT = 0.1
 """The share of right-or-wrong answers of which two runs are taken to differ where nothing is known. Two policies that
@@ -61,9 +64,11 @@ def documents_needed(
 def smallest_right_wrong(
     documents: int, discordant: float, power: float = POWER, alpha: float = ALPHA, one_sided: bool = False
 ) -> float:
-    """The same of right-or-wrong scores, of which a share of `discordant` differ between the two runs: the smallest
-    difference between the shares of right answers, in [0, 1]. A difference larger than that share means that more
-    differ, all to one side. Infinite where the documents are too few to find any."""
+    """The smallest true difference between the shares of right answers, in [0, 1], that is found.
+
+    discordant: the share of documents whose right-or-wrong scores differ between the two runs. A difference larger than
+    that share means that more differ, all to one side. Infinite if the documents are too few to find any.
+    """
     from scipy.optimize import brentq
 
     _check_share(discordant)
@@ -126,8 +131,11 @@ def smallest_before_a_run(by_task: Sequence[int], repeats: int = 1) -> float:
 
 
 def in_words(by_task: Sequence[int], repeats: int, tolerance: float) -> str:
-    """What difference between two runs of so many documents per task can be told from chance, for someone about to
-    start one; "" where it is no more than the tolerance of a gate."""
+    """A sentence with the smallest difference between two runs that can be told from chance.
+
+    by_task: documents of each task. repeats: answers to each document. tolerance: that of a gate; for a difference
+    that is no larger, the sentence is "".
+    """
     by_task = [documents for documents in by_task if documents]
     smallest = smallest_before_a_run(by_task, repeats)
     if smallest <= tolerance:

@@ -1,1 +1,1 @@
-"""What lies on disk, and reading it back; without torch."""
+"""The files of results, traces and published numbers, and reading them; without torch."""

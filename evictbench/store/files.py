@@ -1,26 +1,147 @@
-"""Files that are written whole or not at all."""
+"""Files that are whole or not there, their hashes, and folders that one process writes to at a time."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from evictbench.errors import UserError
+
+LOCK = ".lock"
+"""The file in a folder that a process locks to write to it."""
+
+Parsed = TypeVar("Parsed")
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file at once: whoever reads sees the old or the new one, whole."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+@contextmanager
+def locked(folder: Path, subject: str, held: UserError) -> Iterator[None]:
+    """Make a folder if need be, lock it, and remove what a killed process left unfinished in it.
+
+    subject: what is written to the folder, as the beginning of a sentence ("Results"). held: the error to raise if
+    another process has the lock. Raises UserError if the folder cannot be written to.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / LOCK)
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=2, ensure_ascii=False, allow_nan=False)
-            file.write("\n")
-            file.flush()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise held from None
+    except OSError as error:
+        raise UserError(f"{subject} cannot be written to {folder}: {error.strerror or error}.") from error
+    try:
+        for file in unfinished_files(folder):
+            file.unlink()
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary file beside `path` to write to, and put it in the place of `path` at the end.
+
+    Readers see the old file or the new one, whole. After an error the old file stays as it was.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-unfinished-", dir=path.parent)
+    try:
+        os.close(handle)
+        yield Path(name)
+        with open(name, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def unfinished_files(folder: Path) -> list[Path]:
+    """The temporary files that killed processes left in a folder, those with an earlier version's names included."""
+    return sorted({*folder.glob(".*-unfinished-*"), *folder.glob(".*.json-*")})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a JSON file at once."""
+    with replacing(path) as file, file.open("w") as out:
+        json.dump(content, out, indent=2, ensure_ascii=False, allow_nan=False)
+        out.write("\n")
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file in one write; it is on the disk when this returns. OSError if only part of it fits."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        end = os.fstat(file).st_size
+        if os.write(file, line) != len(line):
+            os.ftruncate(file, end)
+            raise OSError(f"the disk took only part of a line: {path}")
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_lines(path: Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], int]:
+    """The parsed lines of a file without a torn last one, and how many bytes of the file they are.
+
+    A file that does not exist has no lines. parse: reads one line, and raises ValueError, TypeError or KeyError for a
+    damaged one. Raises UserError that names a damaged line, unless it is the last.
+    """
+    parsed: list[Parsed] = []
+    size = 0
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        try:
+            content = parse(line)
+        except (ValueError, TypeError, KeyError):
+            if last:
+                break
+            raise UserError(f"Line {number} of {path} is damaged: remove that line to go on with the rest.") from None
+        if last and not line.endswith(b"\n"):
+            break
+        parsed.append(content)
+        size += len(line)
+    return parsed, size
+
+
+def cut_to(path: Path, size: int) -> None:
+    """Shorten a file to so many bytes; a file that is no longer, or does not exist, is left alone."""
+    if path.exists() and size < path.stat().st_size:
+        os.truncate(path, size)
+
+
+def visible_files(folder: Path, name: str) -> list[Path]:
+    """The files of that name in a folder and below it, sorted, but for those in hidden folders: they are unfinished."""
+    files = sorted(folder.rglob(name))
+    return [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
+
+
+def existing_parent(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def check_writable(folder: Path, subject: str, needs: str) -> None:
+    """Raise UserError unless a folder can be written to or made.
+
+    subject, needs: the beginnings of the two sentences: "Results" (cannot be written to), "results need" (a folder).
+    """
+    parent = existing_parent(folder)
+    if not parent.is_dir():
+        raise UserError(f"{parent} is a file; {needs} a folder.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{subject} cannot be written to {folder}: no permission in {parent}.")
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -10,16 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, unknown
 from evictbench.stats.intervals import Interval, mean_interval, spread_interval
 from evictbench.store import run_folder
+from evictbench.store.files import visible_files
+from evictbench.store.select import PROTOCOL
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
 METRIC = "metric_"
-"""What the name of a column begins with that is one of a task's own metrics."""
+"""Prefix of the columns that hold a task's own metrics."""
 
 RUN_COLUMNS = {
     "suite": "suite",
@@ -29,24 +31,7 @@ RUN_COLUMNS = {
     "policy_settings": "every setting with its value, as JSON",
     "policy_source": "hash of the policy's file and of its weights, as JSON; null where it has neither",
     "budget": "budget as given (256, 25%); null for a policy without one",
-    "protocol": "name of the protocol",
-    "differs": "what the options changed of it, comma-separated",
-    "context": "tokens per sample, where the suite is made to a length",
-    "question": "is the question seen while the context is compressed: seen, unseen",
-    "chat": "whether the chat template is used",
-    "thoughts": "whether the template lets the model think",
-    "temperature": "sampling; 0 is greedy",
-    "top_p": "sampling",
-    "top_k": "sampling; 0 is all tokens",
-    "min_p": "sampling",
-    "max_new_tokens": "a number, card or auto",
-    "card_limit": "tokens that the protocol allows an answer; null where each task says",
-    "prefill": "native, dense or bounded",
-    "chunk": "prompt tokens per forward pass, where that changes the result",
-    "dtype": "dtype of the model",
-    "weights": "hash of the model's weights",
-    "seed": "seed of data and sampling",
-    "results_version": "version of evictbench's results; two versions never mix",
+    **PROTOCOL,
     "data": "the data files with their hashes, as JSON",
     "fingerprint": "twelve hex digits that stand for all of the above and the tasks and data",
     "folder": "folder of the run",
@@ -96,11 +81,14 @@ MEANS = (
 KEY = ["task", "doc_id", "repeat"]
 
 _HEAVY = re.compile(rb'"(?:prompt_ids": (?:"[^"]*"|null)|tokens": \[[^\]]*\]|by_position": \{[^}]*\}), ')
-"""Parts of a line that no frame holds. No text can look like one: inside a string each quote has a backslash."""
+"""Parts of a line that no frame holds. No text can look like one, for inside a string each quote has a backslash."""
 
 
 def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
-    """See `evictbench.results`. `folder` may be a results root, one cell, or anything between."""
+    """The samples of all runs in a folder, as `evictbench.results` gives them.
+
+    folder: a results root, one run's folder, or any folder between. text: whether to read the answers' text.
+    """
     import numpy as np
     import pandas as pd
     import pyarrow as pa
@@ -109,17 +97,17 @@ def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
         tables = list(pool.map(lambda run: _samples(Path(run["folder"]), text), runs))
     lengths = [0 if table is None else table.num_rows for table in tables]
-    found = [table for table in tables if table is not None]
-    if not found:
+    whole_tables = [table for table in tables if table is not None]
+    if not whole_tables:
         raise UserError(f"No sample is finished yet in {folder}.")
     try:
-        samples = _flat(pa.concat_tables(found, promote_options="permissive"))
+        samples = _flat(pa.concat_tables(whole_tables, promote_options="permissive"))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise UserError(f"The runs in {folder} do not go together: {error}.") from error
     number = np.repeat(np.arange(len(runs)), lengths)
     common = pd.DataFrame(runs)
     whole = {name: _spread(common[name], number) for name in RUN_COLUMNS}
-    whole |= _of_task(common["tasks"], samples["task"], number)
+    whole |= _task_columns(common["tasks"], samples["task"], number)
     frame = pd.DataFrame(dict(samples.items()) | whole, copy=False)
     run = pd.factorize(common["fingerprint"])[0][number]  # a copy of a run is the same run
     twice = pd.DataFrame({"run": run, **{name: samples[name] for name in KEY}}).duplicated()
@@ -133,8 +121,8 @@ def cells(samples: pd.DataFrame, metric: str = "score") -> pd.DataFrame:
     """One row per run and task: `metric` (mean), `low` and `high` (its 95% interval, null for fewer than two
     documents), `documents`, `samples`, `occupancy_max`, the means of `MEANS`, and the run's columns.
 
-    The mean is over documents of each one's mean over its repeats, and the interval takes documents as the independent
-    samples, as `evictbench run` does. metric: a column, or the name of a task's metric; tasks without it are left out.
+    The mean is over documents, of each document's mean over its repeats. The interval takes documents as independent,
+    as `evictbench run` does. metric: a column, or the name of a task's metric; tasks without it are left out.
     """
     import pandas as pd
 
@@ -154,24 +142,28 @@ def cells(samples: pd.DataFrame, metric: str = "score") -> pd.DataFrame:
     frame = frame.astype({"low": float, "high": float})
     means = means.drop(columns=[name for name in means if name == metric])
     frame = frame.merge(means.rename_axis(index).reset_index(), on=index)
-    of_run = [name for name in (*RUN_COLUMNS, "task", "task_version") if name in kept]
-    first = kept[of_run].drop_duplicates(["fingerprint", "folder", "task"])
+    columns = [name for name in (*RUN_COLUMNS, "task", "task_version") if name in kept]
+    first = kept[columns].drop_duplicates(["fingerprint", "folder", "task"])
     first = first.astype(dict.fromkeys(index, str))
     return first.merge(frame, on=index)
 
 
+def document_scores(run: pd.DataFrame) -> dict[tuple[str, int], float]:
+    """The mean score over repeats of each document, by (task, doc_id). run: samples of one run."""
+    means = run["score"].astype(float).groupby([run["task"].astype(str), run["doc_id"]]).mean()
+    return {(str(task), int(doc_id)): float(mean) for (task, doc_id), mean in means.items()}
+
+
 def interval_of(values: Sequence[float], metric: str) -> Interval | None:
-    """The 95% interval of a mean over documents: a score's stays in [0, 1], another metric's is as wide as it is."""
+    """The 95% interval of a mean over documents, inside [0, 1] for scores and for metrics of 0 and 1."""
     if metric == "score" or all(value in (0, 1) for value in values):
         return mean_interval(values)
     return spread_interval(values)
 
 
 def metric_column(samples: pd.DataFrame, metric: str) -> str:
-    """The column of a metric, named as it is or without what its name begins with; UserError if there is none."""
+    """The column of a metric, named with or without the prefix `METRIC`. Raises UserError if there is none."""
     from pandas.api.types import is_numeric_dtype
-
-    from evictbench.registry import unknown
 
     numbers = [name for name in samples if is_numeric_dtype(samples[name])]
     known = [str(name).removeprefix(METRIC) for name in numbers if name not in RUN_COLUMNS and name not in KEY]
@@ -185,9 +177,9 @@ def _runs(folder: Path) -> Iterator[dict[str, Any]]:
     """The run columns of every run under a folder."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.")
-    files = _found(folder, run_folder.RUN)
+    files = visible_files(folder, run_folder.RUN)
     at = {file.parent for file in files}
-    stray = next((file for file in _found(folder, run_folder.SAMPLES) if file.parent not in at), None)
+    stray = next((file for file in visible_files(folder, run_folder.SAMPLES) if file.parent not in at), None)
     if stray is not None:
         raise UserError(f"{stray.parent} holds samples but no {run_folder.RUN}: move it away.")
     if not files:
@@ -200,13 +192,8 @@ def _runs(folder: Path) -> Iterator[dict[str, Any]]:
             raise UserError(f"{file} is damaged ({error} is missing or wrong): move that run away.") from None
 
 
-def _found(folder: Path, name: str) -> list[Path]:
-    """The files of that name below a folder; hidden folders hold what is not finished."""
-    files = sorted(folder.rglob(name))
-    return [file for file in files if not any(part[0] == "." for part in file.relative_to(folder).parts)]
-
-
 def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The values of `RUN_COLUMNS` from a run.json, and `tasks`, a task's version by its name."""
     identity = run["identity"]
     policy, protocol = identity["policy"], identity["protocol"]
     source = {
@@ -230,7 +217,7 @@ def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _samples(folder: Path, text: bool) -> pa.Table | None:
-    """The samples of a run, a torn last line left out; None where there is none."""
+    """The samples of a run without a torn last line; None if there is none."""
     import io
 
     import pyarrow as pa
@@ -264,7 +251,7 @@ def _samples(folder: Path, text: bool) -> pa.Table | None:
 
 
 def _clean(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line with what is no UTF-8 replaced."""
+    """A line in which what is not UTF-8 is replaced."""
     return {
         name: value.encode(errors="replace").decode() if isinstance(value, str) else value
         for name, value in line.items()
@@ -272,7 +259,7 @@ def _clean(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(table: pa.Table) -> pd.DataFrame:
-    """Each metric in a column of its own."""
+    """A frame with each metric in a column of its own."""
     if "metrics" in table.column_names:
         metrics = table["metrics"].combine_chunks()
         table = table.drop_columns(["metrics"])
@@ -283,24 +270,30 @@ def _flat(table: pa.Table) -> pd.DataFrame:
 
 
 def _spread(column: pd.Series, number: Any) -> Any:
-    """A run's value for each of its samples; words are held once."""
+    """Each run's value repeated for its samples. Strings become categories.
+
+    column: a value per run. number: for each sample the number of its run.
+    """
     import pandas as pd
     from pandas.api.types import is_numeric_dtype
 
     if is_numeric_dtype(column):
         return column.to_numpy()[number]
-    codes, words = pd.factorize(column)
-    return pd.Categorical.from_codes(codes[number], words)
+    codes, distinct = pd.factorize(column)
+    return pd.Categorical.from_codes(codes[number], distinct)
 
 
-def _of_task(versions: pd.Series, task: pd.Series, number: Any) -> dict[str, Any]:
-    """Each sample's task, and the version of it in its run."""
+def _task_columns(versions: pd.Series, task: pd.Series, number: Any) -> dict[str, Any]:
+    """The columns `task` and `task_version`.
+
+    versions: per run, the versions by task. task: per sample, its task. number: per sample, the number of its run.
+    """
     import pandas as pd
 
     codes, names = pd.factorize(task)
     pairs, distinct = pd.factorize(number * len(names) + codes)
-    of_pair = [versions.iloc[int(pair) // len(names)].get(names[int(pair) % len(names)]) for pair in distinct]
+    version_of_pair = [versions.iloc[int(pair) // len(names)].get(names[int(pair) % len(names)]) for pair in distinct]
     return {
         "task": pd.Categorical.from_codes(codes, names),
-        "task_version": _spread(pd.Series(of_pair, dtype=object).astype(str), pairs),
+        "task_version": _spread(pd.Series(version_of_pair, dtype=object).astype(str), pairs),
     }

@@ -13,41 +13,48 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, unknown
 from evictbench.policy.budget import Budget
 from evictbench.store.published_number import OPTIONAL, PROTOCOL, UNITS, Confidence, Published
+from evictbench.store.select import FULL
 
 __all__ = ["Published", "read_published", "select"]
 
 PACKAGE = "evictbench.results"
 
 OF_A_CELL = ("value", "spread", "retention", "full_elsewhere", "contradiction")
-"""What a row may give as a list, an item for each column."""
+"""Fields that a row may give as a list with an item for each column."""
 
-WORDS = tuple(field.name for field in fields(Published) if field.name not in ("full", *OF_A_CELL))
-KEYS = {*WORDS, *OF_A_CELL}
+SHAREABLE = tuple(field.name for field in fields(Published) if field.name not in ("full", *OF_A_CELL))
+"""Fields that may be written once for several numbers."""
+
+KEYS = {*SHAREABLE, *OF_A_CELL}
+"""Fields that may be written at all."""
+
 TEXTS = ("paper", "title", "version", "source", "model", "policy", "suite", "task", "metric", "note", "contradiction")
+"""Fields that have to be strings."""
 
 
 def read_published(folder: Path | None = None) -> tuple[Published, ...]:
-    """Every number of every file; folder: None for those that come with evictbench.
+    """Every number of every file.
 
-    Raises UserError that names the file, the entry and the field where one is missing, unknown or impossible, where
-    an entry is there twice, and where a contradiction has one side only.
+    folder: with .yaml files; None for the numbers that come with evictbench. Raises UserError that names the file, the
+    entry and the field if a field is missing, unknown or impossible, and for an entry that is there twice or a
+    contradiction with one side only.
     """
-    place = _installed() if folder is None else folder
-    files = sorted(place.glob("*.yaml"))
+    source = _installed() if folder is None else folder
+    files = sorted(source.glob("*.yaml"))
     if not files:
-        raise UserError(f"There are no published numbers in {place}: it holds no .yaml file.")
-    found = tuple(entry for file in files for entry in _of_file(file))
-    for identity, count in Counter(entry.identity for entry in found).items():
+        raise UserError(f"There are no published numbers in {source}: it holds no .yaml file.")
+    entries = tuple(entry for file in files for entry in _of_file(file))
+    for identity, count in Counter(entry.identity for entry in entries).items():
         if count > 1:
             raise UserError(f"A number is there twice: {', '.join(str(part) for part in identity if part)}.")
-    sides = Counter(entry.contradiction for entry in found if entry.contradiction)
+    sides = Counter(entry.contradiction for entry in entries if entry.contradiction)
     for name, count in sides.items():
         if count < 2:
             raise UserError(f"The contradiction {name} has one number only: give both, or take the name away.")
-    return found
+    return entries
 
 
 def select(
@@ -56,11 +63,10 @@ def select(
     papers: Sequence[str] = (),
     suites: Sequence[str] = (),
 ) -> list[Published]:
-    """Those of these policies (by name, or with settings), papers and suites; an empty list of names is all of them.
+    """The entries of these policies (named with or without settings), papers and suites; an empty list means all.
 
-    Raises UserError for a name that no entry has, with the nearest one.
+    Raises UserError for a name that no entry has, with the nearest name.
     """
-    from evictbench.registry import unknown
 
     everything = list(entries)
     kept = everything
@@ -80,10 +86,10 @@ def _installed() -> Path:
     """The folder beside the package, found without importing it (it has the name of the function `results`)."""
     from importlib.util import find_spec
 
-    found = find_spec(PACKAGE)
-    for place in (found.submodule_search_locations or ()) if found else ():
-        if (Path(place) / "published").is_dir():
-            return Path(place) / "published"
+    spec = find_spec(PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(location) / "published").is_dir():
+            return Path(location) / "published"
     raise UserError("The published numbers are not installed with this copy of evictbench: install it again.")
 
 
@@ -117,12 +123,12 @@ def _of_file(file: Path) -> Iterator[Published]:
 def _of_table(where: str, document: Mapping[str, Any], table: dict[str, Any]) -> Iterator[Published]:
     columns = _columns(where, table.pop("columns", None))
     rows = table.pop("rows", None)
-    full, name = table.pop("full", None), table.pop("full_row", "full")
+    full, name = table.pop("full", None), table.pop("full_row", FULL)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{where}: the field rows is missing, a list of the table's rows.")
     if full is not None:
         alike = columns if isinstance(full, list) else [{}]  # one number for all columns is one entry
-        yield from _of_row(where, [document, table], alike, {"row": name, "policy": "full", "value": full})
+        yield from _of_row(where, [document, table], alike, {"row": name, "policy": FULL, "value": full})
         table.setdefault("full_elsewhere", full)
     for row in rows:
         yield from _of_row(where, [document, table], columns, row)
@@ -154,7 +160,7 @@ def _of_row(
         given = _merged([*above, column, own])
         if name is not None and "source" in given:
             given["source"] = f"{given['source']}, row {name}"
-        if given.get("policy") == "full":
+        if given.get("policy") == FULL:
             given |= {"budget": None, "budget_meaning": "", "full_elsewhere": None}
         yield _checked(where, given)
 

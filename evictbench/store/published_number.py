@@ -1,4 +1,4 @@
-"""One number from a paper, and what may be said of it."""
+"""One number from a paper, with its units and the fields of its protocol."""
 
 from __future__ import annotations
 
@@ -56,7 +56,20 @@ PROTOCOL = {
     "output_tokens": "of a measurement of speed",
     "hardware": "of a measurement of speed",
 }
-"""What a protocol may name: as in a run's record, and what only papers state."""
+"""Fields of a published protocol and what each holds. Those that a run has too have the run's names."""
+
+
+OPTIONAL: dict[str, Any] = {
+    "version": "",
+    "repeats": None,
+    "spread": None,
+    "full": None,
+    "retention": None,
+    "protocol": {},
+    "note": "",
+    "contradiction": None,
+}
+"""Fields that need not be written, and what they then are."""
 
 
 @dataclass(frozen=True)
@@ -99,20 +112,7 @@ class Published:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What no two numbers share."""
+        """The fields that together tell a number from all others."""
         protocol = tuple(sorted((name, str(value)) for name, value in self.protocol.items()))
         names = ("paper", "version", "source", "model", "policy", "budget", "suite", "task", "metric", "unit")
         return (*(getattr(self, name) for name in names), protocol)
-
-
-OPTIONAL: dict[str, Any] = {
-    "version": "",
-    "repeats": None,
-    "spread": None,
-    "full": None,
-    "retention": None,
-    "protocol": {},
-    "note": "",
-    "contradiction": None,
-}
-"""Fields that need not be written, and what they then are."""

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, under `<root>/<suite>/<model>/<policy>-<budget>-<fingerprint>/`, and reading it back.
+"""The files of a run, in `<root>/<suite>/<model>/<policy>-<budget>-<fingerprint>/`, and reading them back.
 
     run.json       what was run (the identity that the fingerprint is made of), and every session that added to it
     samples.jsonl  one line per sample and repeat, appended as it finishes
@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from evictbench.errors import UserError
-from evictbench.store.files import write_json
+from evictbench.store.files import append_line, check_writable, cut_to, locked, read_lines, write_json
 
 RESULTS_VERSION = 1
 """Raised when the same command would give other scores than before; results of two versions never mix."""
 
-RUN, SAMPLES, SUMMARY, LOCK = "run.json", "samples.jsonl", "summary.json", ".lock"
+RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
 
 Key = tuple[str, int, int]
 """A sample: its task, the number of its document, and its repeat."""
@@ -38,7 +37,7 @@ class Held(UserError):
     """Another process is writing to that folder."""
 
 
-def fingerprint(identity: Mapping[str, Any]) -> str:
+def fingerprint_hash(identity: Mapping[str, Any]) -> str:
     """Twelve hex digits that stand for everything in `identity`, in any order, and for `RESULTS_VERSION`."""
     whole = json.dumps({**identity, "results_version": RESULTS_VERSION}, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
@@ -52,11 +51,7 @@ def run_folder(root: Path, suite: str, model: str, policy: str, budget: str | No
 
 def check_root(root: Path) -> None:
     """Raise UserError unless `root` can hold results: new, empty, or already holding some."""
-    parent = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; results need a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"Results cannot be written to {root}: no permission in {parent}.")
+    check_writable(root, "Results", "results need")
     if root.is_dir() and not any(_is_run(file) for file in root.glob(f"*/*/*/{RUN}")):
         foreign = sorted(path.name for path in root.iterdir() if path.is_file() and path.name[0] != ".")
         foreign += sorted(str(path.relative_to(root)) for path in root.glob("*/*") if path.is_file())
@@ -74,7 +69,7 @@ class RunFolder:
         self.session = -1
 
     def start_session(self, session: Mapping[str, Any]) -> list[str]:
-        """Note where the next samples come from. Returns a sentence for each thing that differs from before."""
+        """Record where the next samples come from. Returns a sentence about each change since the last session."""
         before: list[dict[str, Any]] = self.run["sessions"]
         changes = []
         if self.samples and before:
@@ -93,15 +88,7 @@ class RunFolder:
         """Add one finished sample: one line in one write, on the disk when this returns."""
         line = {**sample, "session": self.session}
         data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="surrogatepass")
-        file = os.open(self.path / SAMPLES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            end = os.fstat(file).st_size
-            if os.write(file, data) != len(data):
-                os.ftruncate(file, end)
-                raise OSError(f"the disk took only part of a sample: {self.path / SAMPLES}")
-            os.fsync(file)
-        finally:
-            os.close(file)
+        append_line(self.path / SAMPLES, data)
         self.samples[key_of(line)] = line
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -111,43 +98,29 @@ class RunFolder:
 
 @contextmanager
 def open_run(path: Path, identity: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """Hold a cell's folder, made if need be, with the finished samples in it; a torn last line is cut off.
+    """Make a cell's folder if need be, lock it, and read its finished samples; a torn last line is cut off.
 
-    Raises Held if another process holds it, UserError if it holds something else.
+    Raises Held if another process has the lock, UserError if the folder holds something else.
     """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path / LOCK)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise Held(f"Another run is writing to {path}: wait for it to end, or stop it.") from None
-    except OSError as error:
-        raise UserError(f"Results cannot be written to {path}: {error.strerror or error}.") from error
-    try:
-        for unfinished in path.glob(".*.json-*"):  # left by a process that was killed
-            unfinished.unlink()
+    held = Held(f"Another run is writing to {path}: wait for it to end, or stop it.")
+    with locked(path, "Results", held):
         if (path / RUN).exists():
             run = read_run(path)
-            if run["fingerprint"] != fingerprint(identity):
+            if run["fingerprint"] != fingerprint_hash(identity):
                 raise UserError(f"{path} holds another run than its name says: name another folder with --out.")
         elif (path / SAMPLES).exists():
             raise UserError(f"{path} holds samples but no {RUN}, so it is not one of ours: move it away.")
         else:
             run = {
                 "results_version": RESULTS_VERSION,
-                "fingerprint": fingerprint(identity),
+                "fingerprint": fingerprint_hash(identity),
                 "identity": dict(identity),
                 "sessions": [],
             }
             write_json(path / RUN, run)
-        samples, whole = _read_samples(path / SAMPLES)
-        if (path / SAMPLES).exists() and whole < (path / SAMPLES).stat().st_size:
-            os.truncate(path / SAMPLES, whole)
+        samples, size = _read_samples(path)
+        cut_to(path / SAMPLES, size)
         yield RunFolder(path, run, samples)
-    finally:
-        lock.release()
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -162,11 +135,11 @@ def read_run(path: Path) -> dict[str, Any]:
 
 def read_samples(path: Path) -> dict[Key, dict[str, Any]]:
     """The finished samples of a cell's folder. A torn last line is left out; the file is not touched."""
-    return _read_samples(path / SAMPLES)[0]
+    return _read_samples(path)[0]
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
-    """Which sample a line is."""
+    """The sample that a line is about."""
     return line["task"], line["doc_id"], line["repeat"]
 
 
@@ -210,24 +183,16 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.+,=-]", "_", name).lstrip(".") or "_"
 
 
-def _read_samples(file: Path) -> tuple[dict[Key, dict[str, Any]], int]:
-    """The samples in a file, and how many bytes of it are whole lines. A sample written twice counts once, as it
-    was first written."""
+def _read_samples(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
+    """The samples of a cell's folder, and how many bytes of the file are whole lines. Of a sample that was written
+    twice, the first line counts."""
+
+    def parse(line: bytes) -> tuple[Key, dict[str, Any]]:
+        sample = json.loads(line)
+        return key_of(sample), sample
+
+    lines, size = read_lines(path / SAMPLES, parse)
     samples: dict[Key, dict[str, Any]] = {}
-    whole = 0
-    data = file.read_bytes() if file.exists() else b""
-    lines = data.splitlines(keepends=True)
-    for number, raw in enumerate(lines, start=1):
-        last = number == len(lines)
-        try:
-            line = json.loads(raw)
-            key = key_of(line)
-        except (ValueError, TypeError, KeyError):
-            if last:
-                break
-            raise UserError(f"Line {number} of {file} is damaged: remove that line to go on with the rest.") from None
-        if last and not raw.endswith(b"\n"):
-            break
-        samples.setdefault(key, line)
-        whole += len(raw)
-    return samples, whole
+    for key, sample in lines:
+        samples.setdefault(key, sample)
+    return samples, size

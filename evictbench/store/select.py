@@ -1,4 +1,4 @@
-"""Which samples go into a plot, and whether they may stand in one: filters, and one protocol for all."""
+"""Which samples a command looks at, and which of them may stand in one plot or table: those of one protocol."""
 
 from __future__ import annotations
 
@@ -7,46 +7,58 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evictbench.errors import UserError
-from evictbench.registry import split_policies, unknown
+from evictbench.errors import UserError, unknown
+from evictbench.registry import parse_label, split_policies
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-SHARED = (
-    "protocol",
-    "context",
-    "question",
-    "chat",
-    "thoughts",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_new_tokens",
-    "card_limit",
-    "dtype",
-    "weights",
-    "seed",
-    "results_version",
-)
-"""Columns in which all runs of one plot are alike."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+
+PROTOCOL = {
+    "protocol": "name of the protocol",
+    "differs": "what the options changed of it, comma-separated",
+    "context": "tokens per sample, where the suite is made to a length",
+    "question": "is the question seen while the context is compressed: seen, unseen",
+    "chat": "whether the chat template is used",
+    "thoughts": "whether the template lets the model think",
+    "temperature": "sampling; 0 is greedy",
+    "top_p": "sampling",
+    "top_k": "sampling; 0 is all tokens",
+    "min_p": "sampling",
+    "max_new_tokens": "a number, card or auto",
+    "card_limit": "tokens that the protocol allows an answer; null where each task says",
+    "prefill": "native, dense or bounded",
+    "chunk": "prompt tokens per forward pass, where that changes the result",
+    "dtype": "dtype of the model",
+    "weights": "hash of the model's weights",
+    "seed": "seed of data and sampling",
+    "results_version": "version of evictbench's results; two versions never mix",
+}
+"""The columns that say how a run was made, and what each holds; its suite, model, policy, budget, tasks and data come
+beside them. `differs` follows from the others."""
 
 BUDGETED = ("prefill", "chunk")
-"""And those in which the runs under a budget are: without one, nothing is cut."""
+"""Columns of the protocol in which only runs with a budget must be alike: without one, nothing is evicted."""
+
+SHARED = tuple(name for name in PROTOCOL if name not in ("differs", *BUDGETED))
+"""Columns of the protocol in which all runs of one plot or table must be alike."""
 
 OF_A_POLICY = ("policy_settings", "policy_source")
-"""And those in which the runs of one policy and budget are."""
+"""Columns in which the runs of one policy and budget must be alike."""
 
 PANELS = ("suite", "model", "task", *SHARED, *BUDGETED, "budget", "policy", "policy_name", *OF_A_POLICY)
 """Columns that --by and --where take."""
 
+FULL = "full"
+"""Name of the policy that evicts nothing: the full cache, which the others are compared with."""
+
 
 @dataclass(frozen=True)
 class Filters:
-    """The options that say which samples a command looks at, as given: comma lists, None for all of them; where:
-    column=value each."""
+    """The options that say which samples a command looks at, as given: comma lists, None for all values. where: strings
+    "column=value"."""
 
     suite: str | None = None
     model: str | None = None
@@ -56,23 +68,23 @@ class Filters:
     where: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
-        """The same as words of a command line."""
-        words = [(name, getattr(self, name)) for name in ("suite", "model", "task", "policy", "budget")]
-        words += [("where", pair) for pair in self.where]
-        return [word for name, value in words if value is not None for word in (f"--{name}", value)]
+        """The filters as words of a command line."""
+        given = [(name, getattr(self, name)) for name in ("suite", "model", "task", "policy", "budget")]
+        given += [("where", condition) for condition in self.where]
+        return [word for name, value in given if value is not None for word in (f"--{name}", value)]
 
 
 ALL = Filters()
 """Every sample."""
 
 
-def asked(filters: Filters) -> dict[str, list[str]]:
-    """The values that are asked for of each column, for `choose`."""
+def wanted_values(filters: Filters) -> dict[str, list[str]]:
+    """The values that the filters want of each column, for `choose`. Raises UserError for a `where` without "="."""
     chosen: dict[str, list[str]] = {}
     for column in ("suite", "model", "task", "budget"):
         given = getattr(filters, column)
         if given is not None:
-            chosen[column] = listed(given)
+            chosen[column] = comma_list(given)
     if filters.policy is not None:
         chosen["policy"] = split_policies(filters.policy)
     for pair in filters.where:
@@ -83,35 +95,38 @@ def asked(filters: Filters) -> dict[str, list[str]]:
     return chosen
 
 
-def listed(text: str) -> list[str]:
-    """The words of a comma list, each once."""
+def comma_list(text: str) -> list[str]:
+    """The items of a comma-separated list, each once."""
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def choose(samples: pd.DataFrame, chosen: Mapping[str, Sequence[str]]) -> pd.DataFrame:
-    """The samples whose columns have one of the values asked for; UserError names the near ones of an unknown one."""
+    """The samples whose columns have one of the wanted values.
+
+    Raises UserError for an unknown column or value, with those of similar name, and if no sample is left.
+    """
     kept = samples["doc_id"].notna()
     for column, values in chosen.items():
         check_column(column)
-        words = in_words(samples[column])
-        known = set(words.unique())
+        texts = texts_of(samples[column])
+        known = set(texts.unique())
         for value in values:
             if value not in known:
                 raise unknown(column, value, known, " in these results")
-        kept &= words.isin(list(values))
+        kept &= texts.isin(list(values))
         if not kept.any():
             raise UserError(f"No sample with {column} {', '.join(values)} is among those that the other options leave.")
     return samples[kept]
 
 
 def check_column(column: str) -> None:
-    """UserError for what is no column that samples are told apart by."""
+    """Raise UserError unless --by and --where take the column."""
     if column not in PANELS:
         raise unknown("column", column, PANELS)
 
 
-def said(value: object) -> str:
-    """A value of a column in one word, as filters take it: none, yes, no, 0.6, ..."""
+def text_of(value: object) -> str:
+    """A column's value as filters take it: none, yes, no, 0.6, ..."""
     if value is None or value != value:
         return "none"
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
@@ -119,20 +134,20 @@ def said(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def in_words(column: pd.Series) -> pd.Series:
-    """`said` of every value."""
+def texts_of(column: pd.Series) -> pd.Series:
+    """`text_of` each value of a column."""
     import pandas as pd
 
     codes, values = pd.factorize(column, use_na_sentinel=False)
-    words = pd.Series([said(value) for value in values], dtype=object)
-    return pd.Series(words.to_numpy()[codes], index=column.index)
+    texts = pd.Series([text_of(value) for value in values], dtype=object)
+    return pd.Series(texts.to_numpy()[codes], index=column.index)
 
 
 def check_one_protocol(samples: pd.DataFrame, where: str, allowed: Collection[str] = ()) -> None:
-    """UserError, naming what differs, unless all samples were made under one protocol on one model and data.
+    """Raise UserError, naming what differs, unless all samples were made under one protocol with the same data.
 
-    where: what the samples have in common, for the sentence. allowed: columns in which the runs of different policies
-    may differ; those of one policy and budget never may, or a point would stand for two things.
+    where: what the samples have in common, for the sentence. allowed: columns in which runs of different policies may
+    differ. Runs of one policy and budget may not, or a point would stand for two things.
     """
     runs = samples.drop_duplicates(["fingerprint", "folder"])
     differing = [_differs(name, runs) for name in SHARED]
@@ -142,51 +157,30 @@ def check_one_protocol(samples: pd.DataFrame, where: str, allowed: Collection[st
     for task, of_task in versions.groupby("task", observed=True):
         differing.append(_differs("task_version", of_task, f"the version of {task}"))
     differing.append(_data_differs(runs))
-    found = [pair for pair in differing if pair is not None and pair[0] not in allowed]
-    if found:
-        column = next((name for name, _ in found if name in PANELS), None)
+    forbidden = [difference for difference in differing if difference is not None and difference[0] not in allowed]
+    if forbidden:
+        column = next((name for name, _ in forbidden if name in PANELS), None)
         advice = (
             f"Take one with --where {column}=..., make a panel for each with --by {column}, or, where it is meant, "
             f"--allow {column}."
             if column
             else "Keep them in folders apart."
         )
-        sentences = "; ".join(sentence for _, sentence in found)
+        sentences = "; ".join(sentence for _, sentence in forbidden)
         raise UserError(f"Runs of two protocols do not go into one plot ({where}): {sentences}. {advice}")
     for (policy, budget), cell in runs.groupby(["policy", "budget"], observed=True, dropna=False):
         for name in (*OF_A_POLICY, *allowed):
-            pair = _differs(name, cell)
-            if pair is not None:
+            difference = _differs(name, cell)
+            if difference is not None:
                 raise UserError(
-                    f"{policy} {said(budget)} stands for two things ({where}): {pair[1]}. Take one with --where "
-                    f"'{name}=...', or a panel for each with --by {name}."
+                    f"{policy} {text_of(budget)} stands for two things ({where}): {difference[1]}. Take one with "
+                    f"--where '{name}=...', or a panel for each with --by {name}."
                 )
 
 
-def _differs(name: str, runs: pd.DataFrame, words: str | None = None) -> tuple[str, str] | None:
-    values = in_words(runs[name])
-    distinct = list(dict.fromkeys(values))
-    if len(distinct) < 2:
-        return None
-    parts = []
-    for value in distinct[:3]:
-        row = runs[values == value].iloc[0]
-        parts.append(f"{value} ({row['policy']} {said(row['budget'])})")
-    return name, f"{words or name} is {' and '.join(parts)}"
-
-
-def _data_differs(runs: pd.DataFrame) -> tuple[str, str] | None:
-    known: dict[str, str] = {}
-    for text in runs["data"].unique():
-        for name, value in json.loads(text).items():
-            if known.setdefault(name, value) != value:
-                return "data", f"the data of {name} is {known[name]} and {value}"
-    return None
-
-
-def whole_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The samples of those tasks that every policy and budget has, and a sentence about each task left out."""
-    cells = samples[["policy", "budget", "task"]].drop_duplicates().apply(in_words)
+def common_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The samples of the tasks that every policy and budget has, and a sentence about each task left out."""
+    cells = samples[["policy", "budget", "task"]].drop_duplicates().apply(texts_of)
     count = len(cells.drop_duplicates(["policy", "budget"]))
     have = cells.groupby("task").size()
     left_out = sorted(have.index[have < count])
@@ -198,10 +192,10 @@ def whole_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     return samples[~samples["task"].astype(str).isin(left_out)], sentences
 
 
-def uneven(samples: pd.DataFrame) -> list[str]:
-    """A sentence for each task of which not every policy and budget has the same documents."""
+def uneven_tasks(samples: pd.DataFrame) -> list[str]:
+    """A sentence about each task for which policies and budgets have different documents."""
     documents = samples[["policy", "budget", "task", "doc_id"]].drop_duplicates()
-    documents = documents.assign(budget=in_words(documents["budget"]))
+    documents = documents.assign(budget=texts_of(documents["budget"]))
     sentences = []
     for task, of_task in documents.groupby("task", observed=True):
         sizes = of_task.groupby(["policy", "budget"], observed=True).size()
@@ -213,10 +207,10 @@ def uneven(samples: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def paired(samples: pd.DataFrame) -> pd.DataFrame:
-    """Only those documents that every policy and budget has."""
+def paired_documents(samples: pd.DataFrame) -> pd.DataFrame:
+    """The samples of the documents that every policy and budget has. Raises UserError if a task has none."""
     cells = samples[["policy", "budget", "task", "doc_id"]].drop_duplicates()
-    cells = cells.assign(**{name: in_words(cells[name]) for name in ("policy", "budget", "task")})
+    cells = cells.assign(**{name: texts_of(cells[name]) for name in ("policy", "budget", "task")})
     per_task = cells.drop_duplicates(["policy", "budget", "task"]).groupby("task").size()
     have = cells.groupby(["task", "doc_id"]).size()
     whole = {key for key, count in have.items() if count == per_task[key[0]]}
@@ -228,29 +222,50 @@ def paired(samples: pd.DataFrame) -> pd.DataFrame:
     return kept
 
 
-def guarded(labels: Iterable[str]) -> dict[str, bool]:
-    """Of each policy, whether its budget is a bound that the engine checks; True for those not installed here."""
-    from evictbench import registry
-
-    found = {}
+def budget_bounds(labels: Iterable[str]) -> dict[str, bool]:
+    """Whether the budget of each policy is a bound that the engine checks; True for policies not installed here."""
+    bounds = {}
     for label in labels:
         try:
-            chosen = registry.parse_policy(label)
-            found[label] = chosen.policy(chosen.config).guarded
+            chosen = parse_label(label)
+            bounds[label] = chosen.policy(chosen.config).enforces_budget
         except UserError:
-            found[label] = True
-    return found
+            bounds[label] = True
+    return bounds
 
 
 def comparable(samples: pd.DataFrame) -> pd.Series:
-    """For each sample the number of its group: one suite, model, protocol and data. Prefill, policy and budget may
-    differ in it."""
+    """The number of each sample's group. Runs of a group have one suite, model, protocol and data, and may differ in
+    prefill, chunk, policy and budget."""
     import pandas as pd
 
     runs = samples.drop_duplicates("fingerprint").set_index("fingerprint")
     keys = {}
     for fingerprint, run in runs.iterrows():
         data = sorted(json.loads(str(run["data"])).items())
-        keys[fingerprint] = (run["suite"], run["model"], *(said(run[name]) for name in SHARED), str(data))
+        keys[fingerprint] = (run["suite"], run["model"], *(text_of(run[name]) for name in SHARED), str(data))
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
     return pd.Series([numbers[keys[mark]] for mark in samples["fingerprint"]], index=samples.index, name="group")
+
+
+def _differs(name: str, runs: pd.DataFrame, title: str | None = None) -> tuple[str, str] | None:
+    """The column and a sentence about its values, if the runs have several; title: what the sentence calls it."""
+    values = texts_of(runs[name])
+    distinct = list(dict.fromkeys(values))
+    if len(distinct) < 2:
+        return None
+    parts = []
+    for value in distinct[:3]:
+        row = runs[values == value].iloc[0]
+        parts.append(f"{value} ({row['policy']} {text_of(row['budget'])})")
+    return name, f"{title or name} is {' and '.join(parts)}"
+
+
+def _data_differs(runs: pd.DataFrame) -> tuple[str, str] | None:
+    """ "data" and a sentence about the first data file of which the runs have several versions."""
+    known: dict[str, str] = {}
+    for text in runs["data"].unique():
+        for name, value in json.loads(text).items():
+            if known.setdefault(name, value) != value:
+                return "data", f"the data of {name} is {known[name]} and {value}"
+    return None

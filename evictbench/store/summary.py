@@ -28,11 +28,10 @@ MEANS = (
     "prompt_tokens",
     "output_tokens",
 )
-"""Columns that are the mean over samples of what each line holds, under the same name."""
-
+"""Columns that are the mean over samples of the lines' values of that name."""
 
 SHARES = ("truncated", "repetition")
-"""Columns that are the share of samples of which each line says so."""
+"""Columns that are the share of samples whose line has a true value of that name."""
 
 
 def summarise(lines: Iterable[Line], asked: Mapping[str, int], at: int | None = None) -> dict[str, Any]:
@@ -49,17 +48,12 @@ def summarise(lines: Iterable[Line], asked: Mapping[str, int], at: int | None = 
     by_task: dict[str, list[Line]] = {}
     for line in lines:
         by_task.setdefault(line["task"], []).append(line)
-    found = {name: _Documents(by_task[name], at) for name in asked if name in by_task}
-    if not found:
+    documents_of = {name: _Documents(by_task[name], at) for name in asked if name in by_task}
+    if not documents_of:
         return {"tasks": {}, "mean": None}
-    rows = {name: _row(documents, asked[name]) for name, documents in found.items()}
-    every = [line for documents in found.values() for line in documents.lines]
-    return {"tasks": rows, "mean": _mean(list(found.values()), list(rows.values()), every, _asked(asked, rows))}
-
-
-def _asked(asked: Mapping[str, int], rows: Mapping[str, Mapping[str, Any]]) -> int:
-    """Samples asked for in all, and never fewer than there are."""
-    return sum(rows[name]["asked"] if name in rows else wanted for name, wanted in asked.items())
+    rows = {name: _row(of_task, asked[name]) for name, of_task in documents_of.items()}
+    every = [line for of_task in documents_of.values() for line in of_task.lines]
+    return {"tasks": rows, "mean": _mean(list(documents_of.values()), list(rows.values()), every, _asked(asked, rows))}
 
 
 def tokens_per_second(lines: Iterable[Line]) -> float | None:
@@ -83,8 +77,13 @@ def repeats_itself(tokens: Sequence[int], longest: int = 64) -> bool:
     return False
 
 
+def _asked(asked: Mapping[str, int], rows: Mapping[str, Mapping[str, Any]]) -> int:
+    """Samples asked for over all tasks, and never fewer than there are."""
+    return sum(rows[name]["asked"] if name in rows else wanted for name, wanted in asked.items())
+
+
 class _Documents:
-    """The samples of one task, by document: what repeats make of each document's score."""
+    """The samples of one task by document, and each document's score over its repeats."""
 
     def __init__(self, lines: Sequence[Line], at: int | None) -> None:
         self.lines = sorted(lines, key=lambda line: (line["doc_id"], line["repeat"]))
@@ -123,7 +122,7 @@ class _Documents:
 
 
 def _free_interval(values: Sequence[float]) -> Interval | None:
-    """Of a metric that may be of any size, or right or wrong as scores are."""
+    """The interval of a metric's mean: as for scores if all values are 0 or 1, else without bounds."""
     return mean_interval(values) if all(value in (0, 1) for value in values) else spread_interval(values)
 
 
@@ -131,21 +130,21 @@ def _scores(lines: Sequence[Line]) -> list[float]:
     return [line["score"] for line in lines]
 
 
-def _row(found: _Documents, asked: int) -> dict[str, Any]:
-    lines, passing, agreed = found.lines, found.passing(), found.agreed()
+def _row(documents: _Documents, asked: int) -> dict[str, Any]:
+    lines, passing, agreed = documents.lines, documents.passing(), documents.agreed()
     return {
-        "score": fmean(found.scores),
-        "interval": mean_interval(found.scores),
+        "score": fmean(documents.scores),
+        "interval": mean_interval(documents.scores),
         "samples": len(lines),
         "asked": max(asked, len(lines)),
-        "documents": len(found.documents),
-        "repeats": found.repeats,
-        "k": found.k,
+        "documents": len(documents.documents),
+        "repeats": documents.repeats,
+        "k": documents.k,
         "pass_at_k": fmean(passing) if passing else None,
         "pass_interval": mean_interval(passing),
         "maj_at_k": fmean(agreed) if agreed else None,
         "maj_interval": mean_interval(agreed),
-        "metrics": found.metrics(),
+        "metrics": documents.metrics(),
         "occupancy_max": max(line["occupancy_max"] for line in lines),
         **{name: fmean(line[name] for line in lines) for name in (*MEANS, *SHARES)},
         "unclosed": fmean(line.get("thinking") == "unclosed" for line in lines),
@@ -154,15 +153,15 @@ def _row(found: _Documents, asked: int) -> dict[str, Any]:
 
 
 def _mean(
-    found: Sequence[_Documents], rows: Sequence[Mapping[str, Any]], every: Sequence[Line], asked: int
+    tasks: Sequence[_Documents], rows: Sequence[Mapping[str, Any]], every: Sequence[Line], asked: int
 ) -> dict[str, Any]:
-    """Tasks weigh alike. What only some tasks have, or have at another k, has no mean."""
-    score, interval = _over_tasks([documents.scores for documents in found])
+    """The row of the mean over tasks, which weigh alike. Values that some tasks lack or have at another k are None."""
+    score, interval = _over_tasks([documents.scores for documents in tasks])
     passing: list[list[float]] = [[]]
     agreed: list[list[float]] = [[]]
     if len({row["k"] for row in rows}) == 1:
-        passing = [documents.passing() for documents in found]
-        agreed = [documents.agreed() for documents in found]
+        passing = [documents.passing() for documents in tasks]
+        agreed = [documents.agreed() for documents in tasks]
     pass_at_k, pass_interval = _over_tasks(passing)
     maj_at_k, maj_interval = _over_tasks(agreed)
     return {
@@ -189,8 +188,8 @@ def _shared_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, An
     shared = {}
     for name in rows[0]["metrics"]:
         if all(name in row["metrics"] for row in rows):
-            found = [row["metrics"][name] for row in rows]
-            mean, interval = mean_of_means([(one["mean"], one["interval"]) for one in found])
+            values = [row["metrics"][name] for row in rows]
+            mean, interval = mean_of_means([(value["mean"], value["interval"]) for value in values])
             shared[name] = {"mean": mean, "interval": interval}
     return shared
 

@@ -2,7 +2,7 @@
 
     <folder>/trace.json         settings, versions, machine, its copy bandwidth in bytes/s, wall clock per cell (s)
     <folder>/trace.parquet      one row a step: `STEPS`
-    <folder>/retention.parquet  one row per look, layer and head, where retention was asked for: `RETENTION`
+    <folder>/retention.parquet  one row per snapshot, layer and head, where retention was asked for: `RETENTION`
 
 trace.json: `model`, `device`, `machine`, `commit`; `made_by`, which is the same for all cells (dtype, chunk, versions,
 ...); `copy_bandwidth` (read and written) and `read_weight_bytes`, what a decode step reads of the weights; `policies`,
@@ -29,8 +29,15 @@ if TYPE_CHECKING:
 
 TRACE, STEPS_FILE, RETENTION_FILE = "trace.json", "trace.parquet", "retention.parquet"
 
+MADE_BY = "made_by"
+"""The key of trace.json for what is the same in all of its cells."""
+
 PREFILL, DECODE = "prefill", "decode"
 OK, OUT_OF_MEMORY = "ok", "out of memory"
+
+
+MADE_BY = "made_by"
+"""The key of trace.json that says under what the trace was made: the same for all of its cells."""
 
 
 class Column(NamedTuple):
@@ -106,7 +113,7 @@ def read_trace(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
 
 
 def read_retention(folder: Path) -> pd.DataFrame | None:
-    """Which positions each head kept, look by look; None where the trace was not asked for it."""
+    """The positions that each head kept, snapshot by snapshot; None where the trace was not asked for them."""
     file = folder / RETENTION_FILE
     return _read(file, RETENTION) if file.exists() else None
 
@@ -125,7 +132,3 @@ def _read(file: Path, columns: tuple[Column, ...]) -> pd.DataFrame:
     if missing:
         raise UserError(f"{file} has no column {missing[0]}: it was written by another version.")
     return table.to_pandas()
-
-
-MADE_BY = "made_by"
-"""The key of trace.json that says under what the trace was made: the same for all of its cells."""

@@ -1,4 +1,4 @@
-"""Benchmark records: from a folder of the user or from the hub, checked and hashed before anything is made of them."""
+"""Benchmark records from a folder of the user or from the hub, checked and hashed, and the documents made of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from evictbench import hub
-from evictbench.errors import UserError
+from evictbench.errors import UserError, first_line
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where the records of one benchmark (or one task of it) are found.
+    """Where the records of one benchmark, or of one of its tasks, are found.
 
-    name: for sentences. files: file names accepted under --data-dir, in order, looked for in data_dir/folder and then
-    in data_dir itself; a name may hold a sub-folder. hub, revision, config, split: the copy on the hub. fields: what
-    every record must have. sha256: the content hash (see Loaded) that the hub's copy must have, where it is known.
+    name: for sentences. files: file names accepted under --data-dir, in order. Each is looked for in data_dir/folder,
+    then in data_dir; a name may hold a sub-folder. hub, revision, config, split: the copy on the hub. fields: those
+    that every record must have. sha256: the content hash (see Loaded) that the hub's copy must have, where it is known.
     hub_file: a file of the hub's repository to read in place of a split, for repositories that `datasets` cannot
     load; "data.zip/inner/file.jsonl" is a member of an archive.
     """
@@ -43,8 +43,8 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Loaded:
-    """origin: the file's path under --data-dir, or hub id@commit. sha256: of the records as canonical JSON, so that
-    the same records have the same hash from wherever they come."""
+    """Records of a dataset. origin: the file's path under --data-dir, or hub id@commit. sha256: hash of the records as
+    canonical JSON, so that equal records have equal hashes wherever they come from."""
 
     records: list[Record]
     origin: str
@@ -52,9 +52,9 @@ class Loaded:
 
 
 class Documents(Sequence[Record]):
-    """A task's documents, made from its records when they are asked for, so that long prompts are not held in memory.
+    """A task's documents, each made from its record on access, so that long prompts are not held in memory.
 
-    make(index, record) gives document `index`. lm-eval takes this as one split of a data set.
+    make(index, record) returns document `index`. lm-eval takes this as one split of a data set.
     """
 
     def __init__(self, records: Sequence[Record], make: Callable[[int, Record], Record]):
@@ -86,15 +86,16 @@ class Documents(Sequence[Record]):
 
 
 class Unavailable(UserError):
-    """The data is not to be had here: no such file in the folder, or the hub out of reach and its cache empty.
-    (Data that is there but broken is a plain UserError.)"""
+    """A task cannot run here: its data is neither in the folder nor on the hub or in its cache, or the context is too
+    small for it. A default set leaves such a task out; one that the user named is refused with this sentence. (Data
+    that is there but broken is a plain UserError.)"""
 
 
 def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
-    """The records of a dataset: from `data_dir` where one is given, and nowhere else then; otherwise from the hub.
+    """The records of a dataset: from `data_dir` alone if one is given, else from the hub.
 
     Raises Unavailable where there is nothing, and UserError where the file is empty or unreadable, a record lacks a
-    field, or the hub's records are not those that were pinned.
+    field, or the hub's records are not the pinned ones.
     """
     if data_dir is None:
         records, origin = _from_hub(dataset)
@@ -105,13 +106,13 @@ def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
     if not records:
         raise UserError(f"{where} holds no records.")
     _check_fields(records, dataset.fields, where)
-    found = content_hash(records)
-    if data_dir is None and dataset.sha256 not in (None, found):
+    sha256 = content_hash(records)
+    if data_dir is None and dataset.sha256 not in (None, sha256):
         raise UserError(
             f"{origin} holds other records than the {dataset.name} that this version knows "
-            f"(sha256 {found}, expected {dataset.sha256}); give the expected ones with --data-dir."
+            f"(sha256 {sha256}, expected {dataset.sha256}); give the expected ones with --data-dir."
         )
-    return Loaded(records, origin, found)
+    return Loaded(records, origin, sha256)
 
 
 def read(path: Path) -> list[Record]:
@@ -194,20 +195,20 @@ def _parquet(path: Path) -> list[Any]:
     try:
         return list(pyarrow.parquet.read_table(path).to_pylist())
     except ArrowException as error:
-        raise UserError(f"{path} is not a parquet file that can be read: {_first_line(error)}.") from error
+        raise UserError(f"{path} is not a parquet file that can be read: {first_line(error).rstrip('.')}.") from error
 
 
 def _from_hub(dataset: Dataset) -> tuple[list[Record], str]:
-    """Records and origin. A hub out of reach is given up within seconds, and its cache asked."""
+    """Records and origin. If the hub does not answer within seconds, its local cache is read."""
     reason = _unreachable()
     try:
-        with asking_the_cache_alone(reason is not None):
+        with hub_cache_only(reason is not None):
             return _hub_file(dataset) if dataset.hub_file else _hub_split(dataset)
     except UserError:
         raise
     except Exception as error:  # the libraries raise many kinds, none of them promised
         named = " ".join(filter(None, (dataset.hub, dataset.config)))
-        why = f"{reason}, and it is not in the local cache" if reason else _first_line(error)
+        why = f"{reason}, and it is not in the local cache" if reason else first_line(error).rstrip(".")
         files = " or ".join(dataset.files)
         raise Unavailable(
             f"{dataset.name} comes from the hub ({named}), which did not give it ({why}); "
@@ -224,7 +225,7 @@ def _hub_split(dataset: Dataset) -> tuple[list[Record], str]:
     import datasets
 
     rows = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split, revision=dataset.revision)
-    # the cache keeps each commit in a folder of its name; from the cache alone it may be another than asked for
+    # The cache keeps each commit in a folder of that name; without the hub it may be another commit than asked for.
     paths = [Path(file["filename"]).parent.name for file in rows.cache_files]
     commit = next((name for name in paths if re.fullmatch("[0-9a-f]{40}", name)), dataset.revision)
     return list(rows.to_list()), f"{dataset.hub}@{commit}" if commit else dataset.hub
@@ -258,17 +259,14 @@ def _hub_file(dataset: Dataset) -> tuple[list[Record], str]:
 
 
 @contextmanager
-def asking_the_cache_alone(yes: bool) -> Iterator[None]:
-    """`datasets` then does not try a hub that is known to be out of reach again and again for half a minute."""
+def hub_cache_only(unreachable: bool) -> Iterator[None]:
+    """Let `datasets` read its local cache alone if the hub is known to be out of reach; it would retry for half a
+    minute."""
     import datasets
 
     before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or yes
+    datasets.config.HF_HUB_OFFLINE = before or unreachable
     try:
         yield
     finally:
         datasets.config.HF_HUB_OFFLINE = before
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

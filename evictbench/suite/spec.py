@@ -112,3 +112,8 @@ class Suite:
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     generator: Callable[[Any, Callable[[Any], Any]], Any] | None = None
     stated_length: int | None = None
+
+    @property
+    def all_protocols(self) -> Mapping[str, Protocol]:
+        """The suite's protocols; for a suite without any, a greedy "default" that runs all its tasks once."""
+        return self.protocols or {"default": Protocol(source="", tasks=self.tasks)}

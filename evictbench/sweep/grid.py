@@ -1,5 +1,5 @@
-"""The cells of a sweep: every policy at every budget on every suite, and the full cache beside them; from words of the
-command line, or from a file of the same words, with what is different in some cells.
+"""The cells of a sweep: every policy at every budget on every suite, and the full cache beside them. They come from the
+options of the command line, or from a file of the same options with overrides for some cells.
 
     policies: [h2o, tova, "kvpop:label=max"]
     budgets: [128, 256, 25%]
@@ -16,32 +16,33 @@ command line, or from a file of the same words, with what is different in some c
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from evictbench import registry
-from evictbench.errors import UserError
-from evictbench.evaluation.settings import Settings
+from evictbench.errors import UserError, unknown
+from evictbench.evaluation.settings import RunSettings
 from evictbench.policy.budget import Budget
-from evictbench.store import run_folder
 
 AXES = {"policies": "policy", "budgets": "budget", "suites": "suite"}
-"""The words that span the grid, and which setting of a cell each one gives."""
+"""The options that span the grid, and the setting of a cell that each one gives."""
 
-OPTIONS = tuple(field.name for field in fields(Settings) if field.name not in AXES.values())
-"""Every other option of a run; common to all cells, or overridden in some."""
+OPTIONS = tuple(field.name for field in fields(RunSettings) if field.name not in AXES.values())
+"""Every other option of a run: the same for all cells, unless an override changes it."""
 
 OVERRIDES, LEAVE_OUT = "overrides", "leave_out"
+"""Keys of a sweep's file: the list of overrides, and the mark of an override that drops its cells."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """What is different in the cells that it names. policies, budgets, suites: those that it is for; empty: all."""
+    """A change of some cells. policies, budgets, suites: the cells that it is for; an empty one matches all.
+
+    options: settings to change. leave_out: drop the cells.
+    """
 
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
@@ -49,8 +50,8 @@ class Override:
     options: Mapping[str, Any]
     leave_out: bool
 
-    def names(self, settings: Settings) -> bool:
-        """Whether a cell is meant. A policy is named with its settings, or without them for all of its cells."""
+    def matches(self, settings: RunSettings) -> bool:
+        """Whether the override is for a cell. A policy named without settings matches all cells of that policy."""
         policy = {settings.policy, registry.parse_policy(settings.policy).name}
         return (
             (not self.policies or not policy.isdisjoint(self.policies))
@@ -61,7 +62,7 @@ class Override:
 
 @dataclass(frozen=True)
 class Grid:
-    """What a sweep runs over. options: of every cell, as `Settings` names them."""
+    """The axes of a sweep. options: settings of every cell, by their names in `RunSettings`."""
 
     policies: tuple[str, ...]
     budgets: tuple[str, ...]
@@ -70,8 +71,11 @@ class Grid:
     overrides: tuple[Override, ...] = ()
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The words of a YAML file, their values of the types that the options have; UserError for what is not one."""
+def read_sweep_file(path: Path) -> dict[str, Any]:
+    """The options in a YAML file, with values of the types that they have in `RunSettings`.
+
+    Raises UserError for a file that is no YAML, and for unknown options and values.
+    """
     import yaml
 
     if not path.is_file():
@@ -83,60 +87,63 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no words of a sweep: it begins with policies:, budgets: and suites:.")
     where = f" in {path}"
-    words: dict[str, Any] = {}
-    for name, value in content.items():
-        word = str(name).replace("-", "_")
-        if word == OVERRIDES:
-            if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    options: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name == OVERRIDES:
+            if not isinstance(value, list) or not all(isinstance(override, dict) for override in value):
                 raise UserError(f"The overrides{where} are a list; each says which cells it is for, and what differs.")
-            words[word] = tuple(_override(one, where) for one in value)
-        elif word in AXES:
-            words[word] = _list(value)
-        elif word in OPTIONS:
-            words[word] = _option(word, value, where)
+            options[name] = tuple(_override(override, where) for override in value)
+        elif name in AXES:
+            options[name] = _list(value)
+        elif name in OPTIONS:
+            options[name] = _option(name, value, where)
         else:
-            raise registry.unknown("word", str(name), [*AXES, *OPTIONS, OVERRIDES], where)
-    return {word: value for word, value in words.items() if value is not None}
+            raise unknown("word", str(key), [*AXES, *OPTIONS, OVERRIDES], where)
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def grid_of(words: Mapping[str, Any]) -> Grid:
-    """A grid from the command line's words, or a file's. Policies, budgets and suites: a list, or a comma list."""
-    policies = _axis(words.get("policies"))
-    budgets = tuple(str(Budget.parse(budget)) for budget in _axis(words.get("budgets")))
-    suites = _axis(words.get("suites"))
+def parse_grid(options: Mapping[str, Any]) -> Grid:
+    """A grid from the options of the command line or a file. Each axis is a list of names, or a comma list."""
+    policies = _axis(options.get("policies"))
+    budgets = tuple(str(Budget.parse(budget)) for budget in _axis(options.get("budgets")))
+    suites = _axis(options.get("suites"))
     if not policies:
         raise UserError("A sweep needs policies: --policies h2o,tova (the full cache is added by itself).")
     if not suites:
         raise UserError("A sweep needs suites: --suites ruler,gsm8k.")
-    options = {name: value for name, value in words.items() if name in OPTIONS}
-    return Grid(policies, budgets, suites, options, tuple(words.get(OVERRIDES, ())))
+    common = {name: value for name, value in options.items() if name in OPTIONS}
+    return Grid(policies, budgets, suites, common, tuple(options.get(OVERRIDES, ())))
 
 
-def cells_of(grid: Grid) -> list[Settings]:
-    """The settings of every cell, in the order in which they run: what takes no budget, then for every policy the
-    middle budget, the ends, and what lies between, so that a coarse picture of all of it comes early."""
-    chosen = {policy: registry.parse_policy(policy) for policy in (yardstick(), *grid.policies)}
-    bounded = [policy for policy, found in chosen.items() if found.policy.needs_budget]
-    free = [policy for policy in chosen if policy not in bounded]
+def grid_cells(grid: Grid) -> list[RunSettings]:
+    """The settings of every cell, in the order in which they run.
+
+    Policies without a budget come first, then all policies at the middle budget, the least, the largest, and those
+    between, so that a coarse picture of the whole comes early.
+    """
+    chosen = {name: registry.parse_policy(name) for name in (registry.reference_policy().name, *grid.policies)}
+    bounded = [name for name, policy in chosen.items() if policy.policy.needs_budget]
+    free = [name for name in chosen if name not in bounded]
     if bounded and not grid.budgets:
         raise UserError(f"{bounded[0]} needs budgets: --budgets 128,256 (or shares of the text: 10%,25%).")
     tasks = _tasks_by_suite(grid)
-    weighed = _weighed(grid, chosen)
+    weights = _weights_by_policy(grid, chosen)
     cells = []
     used: set[int] = set()
-    for budget in (None, *coarse(grid.budgets)):
+    for budget in (None, *coarse_to_fine(grid.budgets)):
         for suite in grid.suites:
             for policy in bounded if budget is not None else free:
-                options = dict(grid.options) | {"tasks": tasks[suite], "weights": weighed.get(policy)}
-                settings = Settings(policy=policy, suite=suite, budget=budget, **options)
+                options = dict(grid.options) | {"tasks": tasks[suite], "weights": weights.get(policy)}
+                settings = RunSettings(policy=policy, suite=suite, budget=budget, **options)
                 left_out = False
                 for number, override in enumerate(grid.overrides):
-                    if override.names(settings):
+                    if override.matches(settings):
                         used.add(number)
                         options |= override.options
                         left_out |= override.leave_out
                 if not left_out:
-                    cells.append(Settings(policy=policy, suite=suite, budget=budget, **options))
+                    cells.append(RunSettings(policy=policy, suite=suite, budget=budget, **options))
     for number, _ in enumerate(grid.overrides, start=1):
         if number - 1 not in used:
             raise UserError(f"Override {number} names no cell of the sweep.")
@@ -145,18 +152,9 @@ def cells_of(grid: Grid) -> list[Settings]:
     return cells
 
 
-def yardstick() -> str:
-    """The policy that takes no budget, which every sweep includes."""
-    for name in registry.names(registry.POLICIES):
-        with suppress(UserError):  # a policy that does not load is no yardstick
-            if not registry.load_policy(name).needs_budget:
-                return name
-    raise UserError("No policy without a budget is installed, so there is nothing to compare with.")
-
-
-def coarse(budgets: Iterable[str]) -> list[str]:
-    """Budgets, each once, in an order in which the first few already span all: the middle one, the least, the largest,
-    then the middles of the gaps. Numbers of entries come before shares of the text."""
+def coarse_to_fine(budgets: Iterable[str]) -> list[str]:
+    """Budgets, each once, in an order whose first few already span all of them: the middle one, the least, the largest,
+    then the middles of the gaps. Shares of the text count as larger than numbers of entries."""
 
     def size(budget: str) -> tuple[bool, float]:
         parsed = Budget.parse(budget)
@@ -169,7 +167,7 @@ def coarse(budgets: Iterable[str]) -> list[str]:
     middle = len(ordered) // 2
     order = [middle, 0, last]
     gaps = [(0, middle), (middle, last)]
-    for low, high in gaps:  # grows as it is gone through: wide gaps before narrow ones
+    for low, high in gaps:  # grows during the loop: wide gaps come before narrow ones
         if high - low > 1:
             between = (low + high) // 2
             order.append(between)
@@ -178,7 +176,7 @@ def coarse(budgets: Iterable[str]) -> list[str]:
 
 
 def _tasks_by_suite(grid: Grid) -> dict[str, str | None]:
-    """Which of the tasks that are named are whose. Of several suites each takes those that it has."""
+    """Suite to the tasks that it runs, as a comma list; of the tasks that are named, each suite takes those it has."""
     named = grid.options.get("tasks")
     if named is None or len(grid.suites) == 1:
         return dict.fromkeys(grid.suites, named)
@@ -186,20 +184,20 @@ def _tasks_by_suite(grid: Grid) -> dict[str, str | None]:
     known = {suite: registry.load_suite(suite).tasks for suite in grid.suites}
     for name in names:
         if not any(name in tasks for tasks in known.values()):
-            raise registry.unknown("task", name, {task for tasks in known.values() for task in tasks})
-    found = {suite: [name for name in names if name in tasks] for suite, tasks in known.items()}
-    for suite, tasks in found.items():
+            raise unknown("task", name, {task for tasks in known.values() for task in tasks})
+    by_suite = {suite: [name for name in names if name in tasks] for suite, tasks in known.items()}
+    for suite, tasks in by_suite.items():
         if not tasks:
             raise UserError(f"None of --tasks {named} is a task of {suite}: name one, or leave {suite} out.")
-    return {suite: ",".join(tasks) for suite, tasks in found.items()}
+    return {suite: ",".join(tasks) for suite, tasks in by_suite.items()}
 
 
-def _weighed(grid: Grid, chosen: Mapping[str, registry.ChosenPolicy]) -> dict[str, str]:
-    """Whose weights `weights` are: those of the one learned policy."""
+def _weights_by_policy(grid: Grid, chosen: Mapping[str, registry.ChosenPolicy]) -> dict[str, str]:
+    """The learned policy to the weights that are given. Raises UserError unless there is exactly one such policy."""
     weights = grid.options.get("weights")
     if weights is None:
         return {}
-    learned = [policy for policy, found in chosen.items() if found.policy.learned]
+    learned = [name for name, policy in chosen.items() if policy.policy.learned]
     if len(learned) != 1:
         which = f"{' and '.join(learned)} are learned" if learned else "none of the policies is learned"
         raise UserError(
@@ -209,20 +207,21 @@ def _weighed(grid: Grid, chosen: Mapping[str, registry.ChosenPolicy]) -> dict[st
 
 
 def _override(content: Mapping[Any, Any], where: str) -> Override:
+    """One override of a file. where: the file, for sentences."""
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     options: dict[str, Any] = {}
     leave_out = False
-    for name, value in content.items():
-        word = str(name).replace("-", "_")
-        plural = next((axis for axis, single in AXES.items() if word in (axis, single)), None)
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        plural = next((axis for axis, single in AXES.items() if name in (axis, single)), None)
         if plural is not None:
             axes[plural] = tuple(_axis(_list(value)))
-        elif word == LEAVE_OUT:
+        elif name == LEAVE_OUT:
             leave_out = value is True
-        elif word in OPTIONS:
-            options[word] = _option(word, value, f" of an override{where}")
+        elif name in OPTIONS:
+            options[name] = _option(name, value, f" of an override{where}")
         else:
-            raise registry.unknown("word", str(name), [*AXES.values(), *OPTIONS, LEAVE_OUT], f" of an override{where}")
+            raise unknown("word", str(key), [*AXES.values(), *OPTIONS, LEAVE_OUT], f" of an override{where}")
     if not options and not leave_out:
         raise UserError(f"An override{where} changes nothing: it says which cells it is for, and what differs in them.")
     budgets = tuple(str(Budget.parse(budget)) for budget in axes["budgets"])
@@ -230,25 +229,27 @@ def _override(content: Mapping[Any, Any], where: str) -> Override:
 
 
 def _axis(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of a list, or of a comma list, each once; a policy's settings stay with it."""
-    given = [value] if isinstance(value, str) else list(value or ())
-    split = [name for one in given for name in registry.split_policies(one) if name]
-    return tuple(dict.fromkeys(split))
+    """The names in a list or a comma list, each once; a policy's settings stay with it."""
+    parts = [value] if isinstance(value, str) else list(value or ())
+    names = [name for part in parts for name in registry.split_policies(part) if name]
+    return tuple(dict.fromkeys(names))
 
 
 def _list(value: Any) -> tuple[str, ...]:
-    return tuple(str(one).strip() for one in (value if isinstance(value, list) else [value]) if one is not None)
+    """The texts of a list, or of one value, without those that are missing."""
+    values = value if isinstance(value, list) else [value]
+    return tuple(str(item).strip() for item in values if item is not None)
 
 
 def _option(name: str, value: Any, where: str) -> Any:
-    """A value of a file as its option has it. YAML reads `on` and `off` as true and false, and numbers as numbers."""
-    kind = get_type_hints(Settings)[name]
+    """A value of a file in its option's type. YAML reads `on` and `off` as booleans, and digits as numbers."""
+    kind = get_type_hints(RunSettings)[name]
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (option for option in get_args(kind) if option is not NoneType)
     if value is None:
         return None
     if isinstance(value, list) and name == "tasks":
-        return ",".join(str(one) for one in value)
+        return ",".join(str(task) for task in value)
     plain = isinstance(value, str | int | float)
     if kind is bool and isinstance(value, bool):
         return value
@@ -262,51 +263,3 @@ def _option(name: str, value: Any, where: str) -> Any:
         return ("on" if value else "off") if isinstance(value, bool) else str(value)
     takes = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}.get(kind, "one word")
     raise UserError(f"The word {name}{where} takes {takes}, and not {value!r}.")
-
-
-SHARDS = ".shards"
-
-
-def shard_folder(cell: Path, shard: int, shards: int) -> Path:
-    """Where the samples of one shard (from 0) go; the cell's own folder where there is one shard."""
-    return cell if shards == 1 else cell / SHARDS / f"{shard + 1}-of-{shards}"
-
-
-def shard_folders(cell: Path) -> list[Path]:
-    """The shards of a cell that are not merged yet, whatever number of shards they were of."""
-    return sorted(folder for folder in (cell / SHARDS).glob("*-of-*") if folder.is_dir())
-
-
-def merge(cell: Path, identity: Mapping[str, Any]) -> int:
-    """Merge the shards of a cell that nobody is writing to; how many samples that added.
-
-    Lines keep their session, which moves with them. Raises `records.Held` if another process writes to the cell.
-    """
-    for folder in shard_folders(cell):
-        with suppress(OSError):  # only those that nobody has begun are empty
-            folder.rmdir()
-    found = shard_folders(cell)
-    added = 0
-    if not found:
-        with suppress(OSError):
-            (cell / SHARDS).rmdir()
-        return 0
-    with run_folder.open_run(cell, identity) as whole:
-        for folder in found:
-            with suppress(run_folder.Held), run_folder.open_run(folder, identity) as part:
-                added += _add(whole, part)
-                shutil.rmtree(folder)
-        if not shard_folders(cell):
-            shutil.rmtree(cell / SHARDS, ignore_errors=True)
-    return added
-
-
-def _add(whole: run_folder.RunFolder, part: run_folder.RunFolder) -> int:
-    new = [line for key, line in part.samples.items() if key not in whole.samples]
-    for number, session in enumerate(part.run["sessions"]):
-        lines = [line for line in new if line["session"] == number]
-        if lines:
-            whole.start_session(session)
-        for line in lines:
-            whole.append(line)
-    return len(new)

@@ -1,4 +1,4 @@
-"""One job of a sweep, a cell or a shard of one, as a worker does it: wherever it runs, its samples go to a folder."""
+"""One job of a sweep, a cell or a shard of one, as a worker does it. Wherever it runs, its samples go to a folder."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from evictbench.errors import RunFailed, UserError
+from evictbench.errors import RunFailed, UserError, one_line
 from evictbench.store import run_folder
 from evictbench.store.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.evaluation.plan import Kept, Plan
+    from evictbench.evaluation.plan import RunPlan, SharedInputs
     from evictbench.evaluation.run import TextGenerator
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
 PHASE = ".phase"
-"""A file in a job's folder: what its worker is doing, and which worker that is."""
+"""A file in a job's folder that says what its worker is doing, and which worker that is."""
 
 ANSWERING = "answering"
-"""The phase in which samples come."""
+"""The phase in which samples are made."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a cell, which shard of it (0 of 1: all), and where its samples go: `folder`, which is the cell's own
-    or one of its shards'. sweep: whose job it is, as a name. directory: relative paths start there."""
+    """A cell, or a shard of it, to be run by one worker.
+
+    cell: the cell's index in the sweep. title: for sentences. settings: the cell's. folder: where the samples go, which
+    is cell_folder or the folder of a shard. shard, shards: which part of the cell this is; 0 of 1 is all of it.
+    sweep: the name of the sweep that made the job. directory: where relative paths start.
+    """
 
     cell: int
     title: str
-    settings: Settings
+    settings: RunSettings
     cell_folder: Path
     folder: Path
     shard: int
@@ -47,14 +51,17 @@ class Job:
     directory: Path
 
     def covers(self, key: run_folder.Key) -> bool:
-        """Whether a sample is of this shard: documents are dealt out by their numbers, each with all its repeats."""
+        """Whether a sample belongs to this job. Documents are dealt out by number, each with all its repeats."""
         return key[1] % self.shards == self.shard
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job ended. stopped: by a signal, with some samples missing. sentence, trace: of a failure; the traceback
-    whole. warnings: sentences. spoiled: the process is not to be trusted with another job."""
+class JobResult:
+    """How a job ended.
+
+    status: "stopped" if a signal came before every sample was finished. sentence, trace: the error of a failed job, and
+    its traceback. warnings: sentences. spoiled: the process must not be given another job.
+    """
 
     status: Literal["done", "stopped", "failed"]
     sentence: str = ""
@@ -64,38 +71,36 @@ class Ended:
 
 
 class Worker:
-    """Does jobs one after another in this process. The model stays from job to job as long as they ask for the same
-    one, and so do prompts."""
+    """Does jobs one after another in this process. The model and the prompts are kept for jobs that use the same."""
 
     def __init__(self) -> None:
-        self.kept: Kept = {}
+        self._shared: SharedInputs = {}
         self._key: Any = None
         self._model: PreTrainedModel | None = None
 
-    def do(self, job: Job) -> Ended:
-        """Make what is missing of a job's samples; nothing but the end of the process leaves this by an exception."""
-        notes = Notes(job)
+    def do(self, job: Job) -> JobResult:
+        """Make the missing samples of a job. An error becomes a result; no exception leaves this method."""
+        watcher = JobWatcher(job)
         spoiled = False
         try:
-            return Ended("done" if self._run(job, notes) else "stopped", warnings=tuple(notes.warnings))
+            return JobResult("done" if self._run(job, watcher) else "stopped", warnings=tuple(watcher.warnings))
         except KeyboardInterrupt:
-            return Ended("stopped", warnings=tuple(notes.warnings))
+            return JobResult("stopped", warnings=tuple(watcher.warnings))
         except (UserError, RunFailed) as error:
             sentence, trace = str(error), traceback.format_exc()
         except Exception as error:  # the other cells go on
             out_of_memory = type(error).__name__ == "OutOfMemoryError"
             spoiled = not out_of_memory
-            words = " ".join(str(error).split())
             kind = "Out of memory with a single row" if out_of_memory else type(error).__name__
-            sentence = f"{kind}: {words}"
+            sentence = f"{kind}: {one_line(error)}"
             trace = traceback.format_exc()
         finally:
-            notes.close()
+            watcher.close()
             _free_memory()
-        return Ended("failed", sentence, trace, tuple(notes.warnings), spoiled)
+        return JobResult("failed", sentence, trace, tuple(watcher.warnings), spoiled)
 
-    def load(self, plan: Plan) -> PreTrainedModel:
-        """The model of a plan: the one that is here, or loaded in its place."""
+    def load(self, plan: RunPlan) -> PreTrainedModel:
+        """The model of a plan: the one that this worker holds, or another loaded in its place."""
         from evictbench.evaluation import run
 
         settings = plan.settings
@@ -107,13 +112,14 @@ class Worker:
             self._key = key
         return self._model
 
-    def _run(self, job: Job, notes: Notes) -> bool:
+    def _run(self, job: Job, watcher: JobWatcher) -> bool:
+        """Run a job; whether it came to its end."""
         from evictbench.evaluation import run
         from evictbench.evaluation.plan import make_plan
 
         _enter(job)
-        notes.phase("planning")
-        plan = make_plan(job.settings, notes.phase, self.kept)
+        watcher.phase("planning")
+        plan = make_plan(job.settings, watcher.phase, self._shared)
         if plan.folder != job.cell_folder:
             raise UserError(
                 f"This worker ({socket.gethostname()}) makes {plan.folder.name} of a cell that was planned as "
@@ -123,48 +129,48 @@ class Worker:
         if job.folder != job.cell_folder:
             keys -= run_folder.read_samples(job.cell_folder).keys()
 
-        def make(plan: Plan) -> tuple[TextGenerator, str]:
+        def make(plan: RunPlan) -> tuple[TextGenerator, str]:
             return run.load_generator(plan, self.load)
 
-        outcome = run.run_plan(replace(plan, folder=job.folder), notes, make, keys)
+        outcome = run.run_plan(replace(plan, folder=job.folder), watcher, make, keys)
         return not outcome.interrupted
 
 
 @dataclass
-class Notes:
-    """Watches a job (`evictbench.evaluation.run.Watcher`): keeps its warnings, and writes what goes on into its
-    folder."""
+class JobWatcher:
+    """Follows a job's run (`evictbench.evaluation.run.Watcher`): keeps its warnings, and writes its phase to a file in
+    its folder."""
 
     job: Job
     warnings: list[str] = field(default_factory=list)
 
     def phase(self, text: str) -> None:
-        """Write it down for whoever shows the sweep."""
+        """Write the phase down, for the process that shows the sweep."""
         note = {"sweep": self.job.sweep, "phase": text, "pid": os.getpid(), "host": socket.gethostname()}
         write_json(self.job.folder / PHASE, note)
 
-    def planned(self, plan: Plan, finished: int) -> None:
-        """Nothing."""
+    def planned(self, plan: RunPlan, finished: int) -> None:
+        """Nothing to do."""
 
     def warn(self, sentence: str) -> None:
-        """Keep it, once."""
+        """Keep the warning, once."""
         if sentence not in self.warnings:
             self.warnings.append(sentence)
 
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None:
-        """Samples come from now on."""
+        """Samples are made from now on."""
         self.phase(ANSWERING)
 
     def sample(self, line: dict[str, Any]) -> None:
-        """Nothing: the sample is on the disk, where it is seen."""
+        """Nothing to do: progress is read from the samples on the disk."""
 
     def close(self) -> None:
-        """Take the note away."""
+        """Remove the file."""
         (self.job.folder / PHASE).unlink(missing_ok=True)
 
 
 def read_phase(folder: Path, sweep: str) -> dict[str, Any] | None:
-    """What the worker of a job is doing; None where none of this sweep is at it."""
+    """What a job's worker has written about its phase; None where no worker of this sweep is at the job."""
     try:
         note = json.loads((folder / PHASE).read_text())
     except (OSError, ValueError):
@@ -173,7 +179,7 @@ def read_phase(folder: Path, sweep: str) -> dict[str, Any] | None:
 
 
 def _enter(job: Job) -> None:
-    """Go where the sweep was started, and see that its folder is there: who planned the job has made it."""
+    """Change to the directory where the sweep was started, and check that the job's folder, made there, is visible."""
     if Path.cwd() != job.directory and job.directory.is_dir():
         os.chdir(job.directory)
     if not job.folder.is_dir():
@@ -188,5 +194,5 @@ def _free_memory() -> None:
 
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # of a device that has failed; the next job would say so
+        with suppress(RuntimeError):  # the device has failed; the next job will report it
             torch.cuda.empty_cache()

@@ -14,32 +14,35 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
-from evictbench.sweep.job import Ended, Job, Worker
+from evictbench.sweep.job import Job, JobResult, Worker
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
-Event = tuple[Job, Ended | None] | None
-"""A job has begun (None) or ended; nothing has, for a while."""
+Event = tuple[Job, JobResult | None] | None
+"""A job that has begun (with None) or ended (with its result); None when nothing has happened for a while."""
 
 TICK = 0.5
-"""Seconds after which an executor says that nothing has happened."""
+"""Seconds after which an executor reports that nothing has happened."""
 
 PATIENCE = 30.0
-"""Seconds that workers have, once they are asked to stop, to write their summaries."""
+"""Seconds that workers have to write their summaries once they are asked to stop."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one worker runs: `--device` of its jobs, and the environment that shows it its own GPUs alone."""
+class WorkerDevice:
+    """Where one worker runs. device: `--device` of its jobs. environment: variables that show it its own GPUs alone."""
 
     device: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def places(device: str, gpus_per_cell: int = 1) -> list[Place]:
-    """The places of this machine. device: "auto" (all GPUs, `gpus_per_cell` for each worker; the CPU where there are
-    none), a comma list of GPUs to take them from ("cuda:0,cuda:2"), or one device, which one worker gets."""
+def worker_devices(device: str, gpus_per_cell: int = 1) -> list[WorkerDevice]:
+    """The devices of this machine's workers.
+
+    device: "auto" (all GPUs, or the CPU where there are none), a comma list of GPUs ("cuda:0,cuda:2"), or one device
+    for a single worker. gpus_per_cell: GPUs of each worker. Raises UserError where the machine does not have them.
+    """
     import torch
 
     from evictbench.models.devices import SPREAD, check_device
@@ -54,28 +57,32 @@ def places(device: str, gpus_per_cell: int = 1) -> list[Place]:
             raise UserError(f"--device {device}: of several devices each has to be a GPU, as in cuda:0,cuda:1.")
         if gpus_per_cell > 1 and names[0] not in SPREAD:
             raise UserError(f"--gpus-per-cell {gpus_per_cell} needs GPUs, and the device is {names[0]}.")
-        return [Place(names[0])]
+        return [WorkerDevice(names[0])]
     if len(set(names)) < len(names):
         raise UserError(f"--device {device} names a GPU twice.")
     if gpus_per_cell > len(names):
         raise UserError(f"--gpus-per-cell {gpus_per_cell} is more than there are: {len(names)} GPU(s).")
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    own = [visible[index] if visible else str(index) for index in (int(name.split(":")[1]) for name in names)]
-    groups = [own[start : start + gpus_per_cell] for start in range(0, len(own), gpus_per_cell)]
-    return [Place("auto", {"CUDA_VISIBLE_DEVICES": ",".join(group)}) for group in groups if len(group) == gpus_per_cell]
+    ids = [visible[index] if visible else str(index) for index in (int(name.split(":")[1]) for name in names)]
+    groups = [ids[start : start + gpus_per_cell] for start in range(0, len(ids), gpus_per_cell)]
+    return [
+        WorkerDevice("auto", {"CUDA_VISIBLE_DEVICES": ",".join(group)})
+        for group in groups
+        if len(group) == gpus_per_cell
+    ]
 
 
 class LocalWorkers:
-    """Runs jobs on the places of this machine."""
+    """Runs jobs on this machine, one worker process on each of `devices`."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = places
+    def __init__(self, devices: Sequence[WorkerDevice]) -> None:
+        self.devices = devices
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
-        """Do all jobs, and say when each begins and ends. Closing the iterator stops the workers after the step that
-        they are at; their finished samples and summaries are on the disk then."""
+        """Do all jobs, and report when each begins and ends. Closing the iterator stops the workers after their current
+        step; their finished samples and summaries are on the disk by then."""
         waiting = deque(jobs)
-        workers = [_Process(place) for place in self.places[: len(jobs)]]
+        workers = [_Process(device) for device in self.devices[: len(jobs)]]
         try:
             while waiting or any(worker.job for worker in workers):
                 for worker in workers:
@@ -95,24 +102,24 @@ class LocalWorkers:
 
 
 class _Process:
-    """A worker process at a place; it is started when there is a job for it, and again if it has died."""
+    """A worker process on a device. It is started with its first job, and again if it has died."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, device: WorkerDevice) -> None:
+        self.device = device
         self.job: Job | None = None
         self.process: SpawnProcess | None = None
         self.pipe: Connection
 
     def begin(self, job: Job) -> None:
-        """Hand it a job."""
+        """Give the process a job."""
         if self.process is None:
             self._start()
         self.job = job
-        with suppress(OSError):  # it has died while idle; `end` finds out
+        with suppress(OSError):  # it has died while idle; `end` will notice
             self.pipe.send(job)
 
-    def end(self) -> tuple[Job, Ended]:
-        """Its job and how it ended, once something has come through the pipe."""
+    def end(self) -> tuple[Job, JobResult]:
+        """The job and its result, once something has come through the pipe."""
         assert self.process is not None
         assert self.job is not None
         job, self.job = self.job, None
@@ -122,7 +129,7 @@ class _Process:
             self.process.join(PATIENCE)
             code = self.process.exitcode
             how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code}"
-            ended = Ended("failed", f"The worker process {how} (signal 9 often is the system, out of memory).")
+            ended = JobResult("failed", f"The worker process {how} (signal 9 often is the system, out of memory).")
             self.process = None
         else:
             if ended.spoiled:
@@ -131,17 +138,17 @@ class _Process:
         return job, ended
 
     def ask_to_stop(self) -> None:
-        """Interrupt its job."""
+        """Interrupt the job."""
         if self.process is not None and self.process.is_alive():
             self.process.terminate()
 
     def stop(self) -> None:
-        """Wait for its end, not for ever."""
+        """Wait for the process to end, then kill it."""
         if self.process is None:
             return
         try:
             self.process.join(PATIENCE)
-        finally:  # Ctrl-C once more does not wait
+        finally:  # a second Ctrl-C ends the wait
             self.process.kill()
             self.process.join()
         self.process = None
@@ -150,8 +157,8 @@ class _Process:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, dict(self.place.environment)), daemon=True)
-        # Ctrl-C reaches every process of the terminal; only the one that shows the sweep is to act on it.
+        self.process = context.Process(target=_serve, args=(other, dict(self.device.environment)), daemon=True)
+        # Ctrl-C reaches every process of the terminal; only the process that shows the sweep may act on it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()
@@ -161,15 +168,15 @@ class _Process:
 
 
 def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
-    """A worker process: jobs come through the pipe, and how they ended goes back."""
+    """The main loop of a worker process: jobs come through the pipe, and their results go back."""
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # asks for what Ctrl-C asks of a run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # does to a run what Ctrl-C does
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from evictbench.terminal.console import quieten
+    from evictbench.terminal.console import silence_libraries
 
-    quieten()
+    silence_libraries()
     worker = Worker()
     with suppress(KeyboardInterrupt, EOFError, OSError):
         while True:
@@ -178,6 +185,7 @@ def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
 
 
 def _end_with_parent() -> None:
+    """End this process when its parent has ended."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

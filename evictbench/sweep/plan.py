@@ -1,4 +1,4 @@
-"""A grid of cells, one after another or side by side: planned and checked first, then run by an executor."""
+"""A sweep: all its cells are planned and checked first, then run by an executor."""
 
 from __future__ import annotations
 
@@ -8,121 +8,118 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from evictbench.errors import UserError
 from evictbench.evaluation import run
-from evictbench.evaluation.plan import Kept, make_plan
+from evictbench.evaluation.checks import check
+from evictbench.evaluation.plan import RunPlan, SharedInputs, make_plan
+from evictbench.evaluation.settings import RunSettings
 from evictbench.store import run_folder
-from evictbench.sweep.grid import merge, shard_folder, shard_folders
-from evictbench.sweep.job import Ended, Job
-from evictbench.sweep.progress import Cell, Progress
-
-if TYPE_CHECKING:
-    from evictbench.evaluation.plan import Plan
-    from evictbench.evaluation.settings import Settings
-    from evictbench.sweep.local import Event
+from evictbench.sweep.job import Job, JobResult
+from evictbench.sweep.local import Event
+from evictbench.sweep.progress import Progress, SweepCell, cell_title
+from evictbench.sweep.shards import merge_shards, shard_folder, shard_folders
 
 FAILURE = "failure.txt"
-"""A file in the folder of a cell that failed: the traceback. It goes when the cell is done after all."""
+"""A file in the folder of a failed cell that holds the traceback. It is removed when the cell is done after all."""
 
 
 class Executor(Protocol):
     """Does jobs: `evictbench.sweep.local.LocalWorkers`, `evictbench.sweep.ray.RayTasks`."""
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
-        """Every job as it begins and ends; closing the iterator stops them in good order."""
+        """Yield each job as it begins and ends. Closing the iterator stops the jobs after their current step."""
 
 
 class Watcher(Protocol):
-    """Whoever shows a sweep while it goes on."""
+    """Follows a sweep, to show it."""
 
     def warn(self, sentence: str) -> None:
-        """Something the user should know."""
+        """There is something that the user should know."""
 
     def show(self, progress: Progress) -> None:
         """Time has passed, or something has happened."""
 
-    def ended(self, cell: Cell) -> None:
+    def ended(self, cell: SweepCell) -> None:
         """A cell is done, has failed, or was stopped."""
 
 
 @dataclass(frozen=True)
-class Impossible:
-    """A cell that cannot be, and why."""
+class ImpossibleCell:
+    """A cell that cannot be run. sentence: the reason."""
 
-    settings: Settings
+    settings: RunSettings
     sentence: str
 
     @property
     def title(self) -> str:
         """Policy, budget and suite."""
-        budget = "" if self.settings.budget is None else f" at {self.settings.budget}"
-        return f"{self.settings.policy}{budget} on {self.settings.suite}"
+        return cell_title(self.settings.policy, self.settings.budget, self.settings.suite)
 
 
 def plan_cells(
-    settings: Sequence[Settings], phase: Callable[[str], None] = lambda _: None
-) -> tuple[list[Cell], list[Impossible]]:
-    """Check and plan every cell before anything heavy starts; texts are made once for all that share them.
+    settings: Sequence[RunSettings], phase: Callable[[str], None] = lambda _: None
+) -> tuple[list[SweepCell], list[ImpossibleCell]]:
+    """Check and plan every cell before a model is loaded. Prompts are made once for all cells that share them.
 
-    A cell whose policy or budget cannot be is among the impossible ones. What is wrong with the sweep as a whole (a
-    name, an option, the model, the data) raises UserError, and so does a cell that needs no budget and cannot be.
+    phase: called with a description of each step that takes a while.
+    Returns the planned cells, and the impossible ones: those whose policy cannot run at their budget. Raises UserError
+    for whatever is wrong with the sweep as a whole (a name, an option, the model, the data), and for a cell without a
+    budget that cannot be planned.
     """
-    from evictbench.evaluation.checks import check
-
-    for one in settings:
-        check(one)
+    for cell_settings in settings:
+        check(cell_settings)
 
     def planning(number: int, text: str) -> None:
         phase(f"planning cell {number} of {len(settings)}: {text}")
 
-    kept: Kept = {}
-    cells: dict[Path, Cell] = {}
+    shared: SharedInputs = {}
+    cells: dict[Path, SweepCell] = {}
     impossible = []
-    for number, one in enumerate(settings, start=1):
+    for number, cell_settings in enumerate(settings, start=1):
         try:
-            plan = make_plan(one, partial(planning, number), kept)
+            plan = make_plan(cell_settings, partial(planning, number), shared)
         except UserError as error:
-            if one.budget is None:
+            if cell_settings.budget is None:
                 raise
-            impossible.append(Impossible(one, str(error)))
+            impossible.append(ImpossibleCell(cell_settings, str(error)))
             continue
         if plan.folder not in cells:
             cells[plan.folder] = _cell(plan)
     return list(cells.values()), impossible
 
 
-def sweep(cells: Sequence[Cell], executor: Executor, watch: Watcher, shards: int = 1) -> Progress:
-    """Run what is not finished of every cell. A failed cell does not stop the others.
+def sweep(cells: Sequence[SweepCell], executor: Executor, watcher: Watcher, shards: int = 1) -> Progress:
+    """Make the missing samples of every cell, dealt to `shards` jobs each. A failed cell does not stop the others.
 
-    Ctrl-C stops the executor and raises KeyboardInterrupt once everything that is finished is in its place.
+    Ctrl-C stops the executor, and raises KeyboardInterrupt once all finished samples are merged into their cells.
     """
     progress = Progress(cells)
     for cell in cells:
-        with suppress(run_folder.Held):  # the cell's worker says so, if that is still true then
-            merge(cell.plan.folder, cell.plan.identity)  # shards of a sweep that was killed
+        with suppress(run_folder.Held):  # the cell's own worker will report it, if it still is
+            merge_shards(cell.plan.folder, cell.plan.fingerprint)  # shards left by a sweep that was killed
         if cell.total == cell.done:
             _conclude(cell)
-            watch.ended(cell)
+            watcher.ended(cell)
     jobs = _jobs(cells, shards)
     open_jobs = {index: sum(job.cell == index for job in jobs) for index in range(len(cells))}
     try:
         with closing(executor.run(jobs)) as events:
             for event in events if jobs else ():
-                job, ended = event or (None, None)
+                job, result = event or (None, None)
                 if job is None:
                     progress.update()
-                elif ended is None:
+                elif result is None:
                     progress.started(job)
                 else:
                     open_jobs[job.cell] -= 1
-                    _note(cells[job.cell], ended, watch)
+                    _note(cells[job.cell], result, watcher)
                     progress.ended(job)
                     if not open_jobs[job.cell]:
                         _conclude(cells[job.cell])
-                        watch.ended(cells[job.cell])
-                watch.show(progress)
+                        watcher.ended(cells[job.cell])
+                watcher.show(progress)
     except KeyboardInterrupt:
         for cell in cells:
             if cell.state in ("waiting", "running"):
@@ -131,17 +128,18 @@ def sweep(cells: Sequence[Cell], executor: Executor, watch: Watcher, shards: int
     return progress
 
 
-def _cell(plan: Plan) -> Cell:
-    there: dict[run_folder.Key, dict[str, Any]] = {}
+def _cell(plan: RunPlan) -> SweepCell:
+    """A plan with the samples that are on the disk already."""
+    samples: dict[run_folder.Key, dict[str, Any]] = {}
     for folder in (plan.folder, *shard_folders(plan.folder)):
-        there = {**run_folder.read_samples(folder), **there}
-    cell = Cell(plan, frozenset(there.keys() & {planned.key for planned in plan.prompts}))
-    cell.scores = {key: float(line["score"]) for key, line in there.items()}
+        samples = {**run_folder.read_samples(folder), **samples}
+    cell = SweepCell(plan, frozenset(samples.keys() & {planned.key for planned in plan.prompts}))
+    cell.scores = {key: float(line["score"]) for key, line in samples.items()}
     return cell
 
 
-def _jobs(cells: Sequence[Cell], shards: int) -> list[Job]:
-    """What is to be done, in the cells' order; folders are made, for workers to find."""
+def _jobs(cells: Sequence[SweepCell], shards: int) -> list[Job]:
+    """The jobs that make the missing samples, in the order of the cells. Their folders are made here."""
     name = uuid.uuid4().hex[:12]
     jobs = []
     for index, cell in enumerate(cells):
@@ -165,20 +163,21 @@ def _jobs(cells: Sequence[Cell], shards: int) -> list[Job]:
     return jobs
 
 
-def _note(cell: Cell, ended: Ended, watch: Watcher) -> None:
-    for sentence in ended.warnings:
-        watch.warn(f"{cell.title}: {sentence}")
-    if ended.status == "stopped" and not cell.sentence:
+def _note(cell: SweepCell, result: JobResult, watcher: Watcher) -> None:
+    """Take over a job's warnings, and the first error of the cell."""
+    for sentence in result.warnings:
+        watcher.warn(f"{cell.title}: {sentence}")
+    if result.status == "stopped" and not cell.sentence:
         cell.sentence = "Its worker was stopped."
-    if ended.status == "failed" and not cell.sentence:
-        cell.sentence, cell.trace = ended.sentence, ended.trace
+    if result.status == "failed" and not cell.sentence:
+        cell.sentence, cell.trace = result.sentence, result.trace
 
 
-def _conclude(cell: Cell, stopped: bool = False) -> None:
-    """Merge, count what is there, write the summary; a cell is done when no sample is missing."""
+def _conclude(cell: SweepCell, stopped: bool = False) -> None:
+    """Merge a cell's shards, write its summary, and set its state. A cell is done when no sample is missing."""
     folder = cell.plan.folder
     try:
-        merge(folder, cell.plan.identity)
+        merge_shards(folder, cell.plan.fingerprint)
         if (folder / run_folder.RUN).exists():
             cell.summary = run.run_plan(cell.plan, _Quiet(), only=()).summary
     except (UserError, OSError) as error:
@@ -190,7 +189,7 @@ def _conclude(cell: Cell, stopped: bool = False) -> None:
         (folder / FAILURE).unlink(missing_ok=True)
     elif stopped and not cell.sentence:
         cell.state = "stopped"
-        with suppress(OSError):  # one that was never begun
+        with suppress(OSError):  # the folder of a cell that was never begun is empty
             folder.rmdir()
     else:
         cell.state = "failed"
@@ -203,10 +202,10 @@ def _conclude(cell: Cell, stopped: bool = False) -> None:
 
 
 class _Quiet:
-    """Watches a run that only writes its summary."""
+    """The watcher of a run that only writes its summary."""
 
     def phase(self, text: str) -> None: ...
-    def planned(self, plan: Plan, finished: int) -> None: ...
+    def planned(self, plan: RunPlan, finished: int) -> None: ...
     def warn(self, sentence: str) -> None: ...
     def start(self, finished: Sequence[dict[str, Any]], total: int) -> None: ...
     def sample(self, line: dict[str, Any]) -> None: ...

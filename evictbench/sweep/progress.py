@@ -1,4 +1,4 @@
-"""How far each cell of a sweep is, read from the samples on the disk, whoever writes them and wherever."""
+"""The progress of each cell of a sweep, read from the samples on the disk, whichever process writes them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.store import run_folder
-from evictbench.sweep.grid import shard_folders
 from evictbench.sweep.job import ANSWERING, Job, read_phase
+from evictbench.sweep.shards import shard_folders
 
 if TYPE_CHECKING:
-    from evictbench.evaluation.plan import Plan
+    from evictbench.evaluation.plan import RunPlan
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 
 
-@dataclass
-class Cell:
-    """A planned cell, and how far it is. keys: the samples asked for. finished: those that were there from before.
+def cell_title(policy: str, budget: str | None, suite: str) -> str:
+    """The name of a cell in sentences: "h2o at 256 on ruler"."""
+    return f"{policy}{f' at {budget}' if budget else ''} on {suite}"
 
-    sentence, trace: of its failure. summary: as in its summary.json, once it has ended.
+
+@dataclass
+class SweepCell:
+    """A planned cell and its progress.
+
+    keys: the samples asked for. finished: those that were finished before this sweep. sentence, trace: the error of a
+    failed cell, and its traceback. summary: as in summary.json, once the cell has ended. phases: a job's folder to what
+    its worker is doing. answering_since: when the first worker began to make samples. scores: those on the disk.
     """
 
-    plan: Plan
+    plan: RunPlan
     finished: frozenset[run_folder.Key]
     state: State = "waiting"
     sentence: str = ""
@@ -59,21 +66,21 @@ class Cell:
     @property
     def title(self) -> str:
         """Policy, budget and suite: "h2o at 256 on ruler"."""
-        return f"{self.policy}{f' at {self.budget}' if self.budget else ''} on {self.suite}"
+        return cell_title(self.policy, self.budget, self.suite)
 
     @property
     def total(self) -> int:
-        """Samples asked for."""
+        """The number of samples asked for."""
         return len(self.keys)
 
     @property
     def done(self) -> int:
-        """Samples asked for that are finished."""
+        """The number of those that are finished."""
         return len(self.finished | (self.scores.keys() & self.keys))
 
     @property
     def made(self) -> int:
-        """Samples that were finished since this sweep began."""
+        """The number of those that were finished since this sweep began."""
         return len((self.scores.keys() & self.keys) - self.finished)
 
     def score(self) -> float | None:
@@ -85,13 +92,13 @@ class Cell:
         return fmean(fmean(scores) for scores in by_task.values()) if by_task else None
 
     def read(self) -> None:
-        """Take in the samples that have come since the last time, of the cell and of its shards."""
+        """Read the samples that were written since the last call, to the cell and to its shards."""
         for folder in (self.plan.folder, *shard_folders(self.plan.folder)):
             for line in self._new_lines(folder / run_folder.SAMPLES):
                 self.scores.setdefault(run_folder.key_of(line), float(line["score"]))
 
-    def look(self, jobs: Sequence[Job], now: float) -> None:
-        """What its workers are doing."""
+    def read_phases(self, jobs: Sequence[Job], now: float) -> None:
+        """Read what the workers of its running jobs are doing. now: seconds."""
         self.phases = {}
         for job in jobs:
             note = read_phase(job.folder, job.sweep)
@@ -107,6 +114,7 @@ class Cell:
         return self.made / (now - self.answering_since)
 
     def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
+        """The whole lines of a samples file that were added since the last call."""
         try:
             with file.open("rb") as stream:
                 stream.seek(self._read.get(file, 0))
@@ -120,15 +128,15 @@ class Cell:
                 line = json.loads(raw)
                 run_folder.key_of(line)
             except (ValueError, KeyError, TypeError):
-                continue  # whoever opens the run to write says what is wrong with it
+                continue  # opening the run to write to it reports what is wrong
             yield line
 
 
 @dataclass
 class Progress:
-    """All cells of a sweep. clock: seconds."""
+    """The progress of all cells of a sweep. clock: returns seconds."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[SweepCell]
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -136,34 +144,34 @@ class Progress:
         self.running: dict[int, list[Job]] = {}
 
     def started(self, job: Job) -> None:
-        """A worker is at a job."""
+        """A worker has begun a job."""
         self.running.setdefault(job.cell, []).append(job)
         cell = self.cells[job.cell]
         if cell.state == "waiting":
             cell.state = "running"
 
     def ended(self, job: Job) -> None:
-        """It is not any more."""
+        """A worker has ended a job."""
         jobs = self.running.get(job.cell, [])
         if job in jobs:
             jobs.remove(job)
         self.cells[job.cell].read()
 
     def update(self) -> None:
-        """Look at every cell that somebody works on."""
+        """Read the progress of every cell that a worker is at."""
         now = self.clock()
         for index, jobs in self.running.items():
             if jobs:
                 self.cells[index].read()
-                self.cells[index].look(jobs, now)
+                self.cells[index].read_phases(jobs, now)
 
-    def left(self, cell: Cell) -> float | None:
-        """Seconds that a cell will take at its rate."""
+    def left(self, cell: SweepCell) -> float | None:
+        """Seconds that a cell will still take at its rate; None where it has no rate yet."""
         rate = cell.rate(self.clock())
         return None if rate is None else (cell.total - cell.done) / rate
 
     def whole_left(self) -> float | None:
-        """Seconds that the sweep will take at the rate of all samples so far, whatever cell they are of."""
+        """Seconds that the sweep will still take at the rate of all samples so far; None before the first."""
         made = sum(cell.made for cell in self.cells)
         missing = sum(cell.total - cell.done for cell in self.cells if cell.state in ("waiting", "running"))
         return (self.clock() - self.began) / made * missing if made else None

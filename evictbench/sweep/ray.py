@@ -1,8 +1,8 @@
-"""Jobs of a sweep on a Ray cluster: each job a task with the GPUs that it asks for, begun again if its worker is lost.
+"""Jobs of a sweep on a Ray cluster: each job is a task with its own GPUs, started again if its worker is lost.
 
-`RAY_ADDRESS` says which cluster ("auto": the one that runs on this node); without it one is started on this machine.
-The results folder has to be on a disk that all nodes share: samples go there, and a task that is begun again goes on
-from them. Ray ends the process of a GPU task with the task, to free the GPU, so there the model is loaded once a job.
+`RAY_ADDRESS` names the cluster ("auto": the one that runs on this node); without it one is started on this machine.
+The results folder has to be on a disk that all nodes share: samples go there, and a task that is started again goes on
+from them. Ray ends the process of a GPU task with the task, to free the GPU, so there each job loads the model.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import os
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from evictbench.errors import UserError
-from evictbench.sweep.job import Ended, Job, Worker, read_phase
+from evictbench.errors import UserError, one_line
+from evictbench.sweep.job import Job, JobResult, Worker, read_phase
 from evictbench.sweep.local import PATIENCE, TICK, Event
 
 RETRIES = 3
-"""How often a job is begun again after its worker was lost."""
+"""How often a job is started again after its worker was lost."""
 
 
 class RayTasks:
-    """Runs jobs as Ray tasks. gpus: what each asks for; None: one where the cluster has any. Raises UserError where
+    """Runs jobs as Ray tasks. gpus: the number for each; None for one where the cluster has any. Raises UserError where
     Ray is not installed."""
 
     def __init__(self, gpus: float | None) -> None:
@@ -31,12 +31,12 @@ class RayTasks:
         self.gpus = gpus
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
-        """Do all jobs, and say when each begins and ends. Closing the iterator stops the tasks after the step that
-        they are at."""
+        """Do all jobs, and report when each begins and ends. Closing the iterator stops the tasks after their current
+        step."""
         import ray
 
-        mine = not ray.is_initialized()
-        if mine:
+        started_here = not ray.is_initialized()
+        if started_here:
             _connect()
         gpus = self.gpus
         if gpus is None:
@@ -55,21 +55,21 @@ class RayTasks:
                     yield tasks.pop(done), _result(done)
                 yield None
         finally:
-            for one in tasks:
-                ray.cancel(one)
+            for running in tasks:
+                ray.cancel(running)
             if tasks:
                 ray.wait(list(tasks), num_returns=len(tasks), timeout=PATIENCE)
-            if mine:
+            if started_here:
                 ray.shutdown()
 
 
-def do_in_task(job: Job) -> Ended:
-    """One job, in a Ray task. The worker stays for later tasks of the same process."""
+def do_in_task(job: Job) -> JobResult:
+    """Do one job in a Ray task. The worker is kept for later tasks of the same process."""
     global _worker
     if _worker is None:
-        from evictbench.terminal.console import quieten
+        from evictbench.terminal.console import silence_libraries
 
-        quieten()
+        silence_libraries()
         _worker = Worker()
     return _worker.do(job)
 
@@ -78,6 +78,7 @@ _worker: Worker | None = None
 
 
 def _connect() -> None:
+    """Connect to the cluster, or start one. Raises UserError if that fails."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -88,18 +89,20 @@ def _connect() -> None:
         else:
             ray.init(include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"Ray cannot be reached or started: {' '.join(str(error).split())}") from error
+        raise UserError(f"Ray cannot be reached or started: {one_line(error)}") from error
 
 
-def _result(done: object) -> Ended:
+def _result(done: object) -> JobResult:
+    """The result of a task that has ended, or of its loss."""
     import ray
 
     try:
-        ended: Ended = ray.get(done)
-    except ray.exceptions.RayTaskError as error:  # before the job itself: is evictbench there, the same as here?
+        ended: JobResult = ray.get(done)
+    except (
+        ray.exceptions.RayTaskError
+    ) as error:  # raised before the job: evictbench may be missing there, or another version
         last = str(error).strip().splitlines()[-1]
-        return Ended("failed", f"A node of the cluster could not begin it: {last}", str(error))
+        return JobResult("failed", f"A node of the cluster could not begin it: {last}", str(error))
     except ray.exceptions.RayError as error:
-        words = " ".join(str(error).split())
-        return Ended("failed", f"Its Ray worker was lost {RETRIES + 1} times: {words}", str(error))
+        return JobResult("failed", f"Its Ray worker was lost {RETRIES + 1} times: {one_line(error)}", str(error))
     return ended

@@ -1,4 +1,4 @@
-"""Consoles to write to, lines on them, and the noise of libraries kept out of both."""
+"""Consoles, lines on them, and the noise of libraries kept out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ PIPE_WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
 
 WIDE = 100
-"""Letters of a description's line from which on its parts get lines of their own."""
+"""Characters beyond which the parts of a description's line get lines of their own."""
 
 
 def console_for(stderr: bool, quiet: bool = False) -> Console:
-    """A console that keeps tables whole where it does not write to a terminal; quiet: one that writes nothing."""
+    """A console on stdout or stderr that keeps tables whole where it does not write to a terminal.
+
+    quiet: a console that writes nothing.
+    """
     from rich.console import Console
 
     console = Console(stderr=stderr, quiet=quiet)
@@ -30,35 +33,44 @@ def console_for(stderr: bool, quiet: bool = False) -> Console:
     return console
 
 
-def loud(console: Console) -> Console:
-    """The console for warnings, which a quiet one would not write."""
-    return console_for(stderr=True) if console.quiet else console
+def output_consoles(as_json: bool, quiet: bool) -> tuple[Console, Console]:
+    """A console for a command's tables and one for its hints. With JSON on stdout both write to stderr; `quiet` drops
+    the hints, and the tables too where there is JSON in their place."""
+    return console_for(stderr=as_json, quiet=quiet and as_json), console_for(stderr=as_json, quiet=quiet)
+
+
+def warn(console: Console, sentence: str) -> None:
+    """Write a warning; instead of to a quiet console, to stderr."""
+    from rich.markup import escape
+
+    target = console_for(stderr=True) if console.quiet else console
+    target.print(f"[yellow]warning:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
 
 
 def say(console: Console, text: str) -> None:
-    """Write a line as it is: its brackets are no markup, its numbers get no colours, and it is not broken."""
+    """Write a line as it is: no markup, no colours for numbers, no line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def describe(console: Console, what: str, rows: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Write what is about to be done: a heading and its texts a row, those without a text left out."""
-    say(console, f"{what}:")
+def describe(console: Console, title: str, rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Write what is about to be done: a heading and its texts in each row. Rows without a text are left out."""
+    say(console, f"{title}:")
     width = 1 + max(len(heading) for heading, _ in rows)
     for heading, texts in rows:
-        said = [text for text in texts if text]
-        together = "; ".join(said)
-        lines = said if len(together) > WIDE else [together] * bool(said)
+        parts = [text for text in texts if text]
+        whole = "; ".join(parts)
+        lines = parts if len(whole) > WIDE else [whole] * bool(parts)
         for number, line in enumerate(lines):
             say(console, f"  {'' if number else heading:<{width}} {line}")
 
 
 def command() -> str:
-    """The command as it was given, to be typed again."""
+    """The command line of this process, to be typed again."""
     return shlex.join(["evictbench", *sys.argv[1:]])
 
 
-def quieten() -> None:
-    """Keep what libraries say about themselves out of the output; --debug lets it through."""
+def silence_libraries() -> None:
+    """Keep the libraries' own messages and warnings out of the output, unless --debug is given."""
     if "--debug" in sys.argv:
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,4 +1,4 @@
-"""What is said while something takes long."""
+"""What is shown while something takes long."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EVERY = 15.0
 
 
 class Waiting:
-    """Says what is waited for. On a terminal: a live line, gone when it ends. In a file or a pipe: a line once it has
-    taken `every` seconds, and again each time as long. Use as a context manager."""
+    """Shows what is being waited for. On a terminal: a live line, which disappears at the end. In a file or a pipe: a
+    line after `every` seconds, and another each time as many have passed. Use as a context manager."""
 
     def __init__(self, console: Console, every: float = EVERY) -> None:
         self.console = console
@@ -44,7 +44,7 @@ class Waiting:
         return self.console.is_terminal and not self.console.quiet
 
     def begin(self, text: str) -> None:
-        """Something begins, and what was waited for before has ended."""
+        """A step begins, and the one before has ended."""
         if self.on_screen:
             self._draw(text, None, None)
         else:
@@ -52,14 +52,14 @@ class Waiting:
             self._wait(text, time.monotonic())
 
     def count(self, text: str, done: int, total: int) -> None:
-        """Show on a terminal that so much is done; elsewhere, whoever counts writes lines of its own."""
+        """Show on a terminal that `done` of `total` are done. Elsewhere the caller writes lines of its own."""
         if self.on_screen:
             self._draw(text, done, total)
         else:
             self.end()
 
     def timed(self, text: str) -> None:
-        """Something begins whose time is taken: one line, at once, with no thread to keep it alive beside."""
+        """A step begins whose time is measured: one line is written at once, and no thread runs beside the step."""
         self.end()
         if self.on_screen:
             from rich.text import Text
@@ -70,7 +70,7 @@ class Waiting:
             say(self.console, f"{text} ...")
 
     def end(self) -> None:
-        """Nothing is waited for any more."""
+        """Nothing is being waited for any more."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -90,10 +90,10 @@ class Waiting:
 
             self.end()
             columns = BarColumn(bar_width=20), TextColumn("{task.description}", markup=False)
-            # What a command prints to stdout meanwhile is not the line's to move: it may go to a file.
+            # Do not redirect what a command prints to stdout meanwhile: it may go to a file.
             self.live = Progress(*columns, console=self.console, transient=True, redirect_stdout=False)
             self.live.start()
-        if self.bar is None or total is None:  # a bar that knew its end does not forget it
+        if self.bar is None or total is None:  # a bar with a total cannot lose it again: make a new one
             if self.bar is not None:
                 self.live.remove_task(self.bar)
             self.bar = self.live.add_task(text, total=total, completed=done or 0)
@@ -108,7 +108,7 @@ class Waiting:
     def _say(self, timer: threading.Timer, text: str, since: float) -> None:
         if self.timer is timer:
             say(self.console, f"{text}, for {duration(time.monotonic() - since)} now")
-            if self.timer is timer:  # it may have ended in the meantime
+            if self.timer is timer:  # the step may have ended in the meantime
                 self._wait(text, since)
 
 
@@ -117,9 +117,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

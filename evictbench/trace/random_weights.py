@@ -1,58 +1,37 @@
-"""What a learned policy scores with in a trace: its weights, or on a model that is a shape alone, random ones."""
+"""Random weights of a learned policy, for traces on a model of random weights."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from evictbench.errors import UserError
-from evictbench.models import policy_weights
+from evictbench.models.policy_weights import Weights, variant_of
+from evictbench.policy.learner import Training
 from evictbench.policy.step import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from evictbench.models.load import Source
-    from evictbench.policy.base import Policy
-    from evictbench.registry import ChosenPolicy
+    from evictbench.policy.base import BasePolicy
 
 SINKS, WINDOW = 4, 32
-"""What learned policies protect by default, in training as in use."""
+"""What learned policies protect by default, in training and in use."""
 
 RANDOM = "random"
+"""The origin of random weights."""
 
 
-def equip(
-    chosen: ChosenPolicy, where: str | None, source: Source | None, model: str, config: PretrainedConfig
-) -> tuple[Policy, str | None]:
-    """The policy with what it scores by, and what that is, in words; None for a policy that has nothing to learn.
-
-    where: as `--weights` names them. source: None for a shape.
-    """
-    policy: Policy = chosen.policy(chosen.config)
-    policy.fit(config)
-    shape = ModelShape.of(config)
-    if not policy.learned:
-        if where is not None:
-            raise UserError(f"{policy.name} is not learned and takes no weights: leave out {where}.")
-        return policy, None
-    taker: Any = policy
-    if source is not None:
-        return policy, str(policy_weights.equip(policy, where, source, model, shape))
-    if where is not None:
-        found = policy_weights.find(policy, where, model, model, shape)
-        taker.use(found, shape)
-        return policy, str(found)
-    taker.use(policy_weights.Weights(_random(policy, config, shape), _card(policy), RANDOM, RANDOM), shape)
-    return policy, RANDOM
+def random_weights(policy: BasePolicy, config: PretrainedConfig) -> Weights:
+    """Random weights for a learned policy on a model with this config."""
+    tensors = random_tensors(policy, config, ModelShape.of(config))
+    return Weights(tensors, random_card(policy), RANDOM, RANDOM)
 
 
-def _random(policy: Policy, config: PretrainedConfig, shape: ModelShape) -> dict[str, Any]:
-    """What a learner that has learned nothing would save."""
-    import torch
-
-    from evictbench.policy.learner import Training
-
-    pupil: Any = policy
+def random_tensors(policy: BasePolicy, config: PretrainedConfig, shape: ModelShape) -> dict[str, Any]:
+    """The tensors that a policy's learner would save before it has learned anything; UserError if it has no learner."""
+    trainable: Any = policy
     if not hasattr(policy, "learner"):
         raise UserError(
             f"{policy.name} is learned, and without weights there is nothing to trace: name some with "
@@ -64,15 +43,16 @@ def _random(policy: Policy, config: PretrainedConfig, shape: ModelShape) -> dict
         length=2048,
         steps=1,
         seed=0,
-        recipe=pupil.Recipe() if hasattr(policy, "Recipe") else None,
+        recipe=trainable.Recipe() if hasattr(policy, "Recipe") else None,
         model=config.get_text_config(decoder=True),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        tensors: dict[str, Any] = pupil.learner(shape, training).export()
+        tensors: dict[str, Any] = trainable.learner(shape, training).export()
     return tensors
 
 
-def _card(policy: Policy) -> dict[str, Any]:
+def random_card(policy: BasePolicy) -> dict[str, Any]:
+    """The card of such tensors."""
     settings = {"sinks": SINKS, "window": WINDOW}
-    return {"policy": policy.name, "variant": policy_weights.variant_of(policy), "settings": settings}
+    return {"policy": policy.name, "variant": variant_of(policy), "settings": settings}

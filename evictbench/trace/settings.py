@@ -1,4 +1,4 @@
-"""The options of a trace, and the checks that need no model: names, numbers, words, folders."""
+"""The options of a trace, and the checks that need no model: names, numbers, choices, folders."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from evictbench import registry
-from evictbench.errors import UserError
-from evictbench.evaluation.settings import CHOICES, Prefill
-from evictbench.models import random_models
+from evictbench.errors import UserError, unknown
+from evictbench.evaluation.settings import CHOICES
+from evictbench.models import bundled, random_models
+from evictbench.policy.base import Policy, Prefill
 from evictbench.policy.budget import Budget
 from evictbench.trace.store import check_folder
 
@@ -22,16 +22,18 @@ ROOT = Path("results/traces")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of `evictbench trace`, as given. budget, contexts and batch_size are comma lists; weights is one of
-    POLICY=FOLDER."""
+class TraceSettings:
+    """The options of `evictbench trace`, as given.
+
+    policies, budget, contexts and batch_size are comma lists; weights is a comma list of POLICY=FOLDER.
+    """
 
     policies: str
     contexts: str
     budget: str | None = None
     new_tokens: int = 128
     batch_size: str = "1"
-    model: str = "smollm2"
+    model: str = bundled.NAME
     weights: str | None = None
     prefill: Prefill = "native"
     chunk: int = 512
@@ -45,17 +47,17 @@ class Settings:
 
     @property
     def folder(self) -> Path:
-        """Where the trace lies: --out, or one of its own for these settings."""
+        """The folder of the trace: --out, or one named after the settings."""
         if self.out is not None:
             return self.out
-        words = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "out"}
-        mark = hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:8]
+        values = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "out"}
+        suffix = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
         model = re.sub(r"[^\w.-]", "-", Path(self.model).name)
-        return ROOT / f"{model}-{mark}"
+        return ROOT / f"{model}-{suffix}"
 
 
-class Cell(NamedTuple):
-    """One policy (its label) at one budget, length of prompt and number of rows."""
+class TraceCell(NamedTuple):
+    """One policy (by its label) at one budget, context (tokens of the prompt) and number of rows decoded together."""
 
     policy: str
     budget: str | None
@@ -69,14 +71,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Checked:
-    """What the names and numbers stand for.
+    """The settings, looked up and parsed.
 
-    chosen: by label, the yardstick first. cells: in the order in which they run, so that policies which are compared
-    stand side by side. weights: the folders given, by the name of their policy.
+    chosen: the policies by label, the baseline first. cells: in the order in which they run, policies that are compared
+    next to each other. weights: the folders given, by the name of their policy.
     """
 
     chosen: Mapping[str, registry.ChosenPolicy]
-    cells: Sequence[Cell]
+    cells: Sequence[TraceCell]
     weights: Mapping[str, str]
 
     @property
@@ -90,15 +92,15 @@ class Checked:
         return min(cell.rows for cell in self.cells)
 
 
-def check(settings: Settings) -> Checked:
-    """Look up every name and check every number, word and folder; UserError for the first that cannot be."""
+def check(settings: TraceSettings) -> Checked:
+    """Look up every name and check every number, choice and folder; raises UserError for the first that is wrong."""
     chosen = _policies(settings)
     budgets = _budgets(settings, chosen)
     contexts = _numbers(settings.contexts, "contexts")
     rows = _numbers(settings.batch_size, "batch-size")
     for name in ("prefill", "dtype"):
         if getattr(settings, name) not in CHOICES[name]:
-            raise registry.unknown("value", getattr(settings, name), CHOICES[name], f" of --{name}")
+            raise unknown("value", getattr(settings, name), CHOICES[name], f" of --{name}")
     for name in ("new_tokens", "chunk", "retention"):
         value = getattr(settings, name)
         if value is not None and value < 1:
@@ -106,74 +108,64 @@ def check(settings: Settings) -> Checked:
     if settings.seed < 0:
         raise UserError(f"--seed is {settings.seed}; it has to be 0 or more.")
     if random_models.is_shape(settings.model):
-        random_models.named(settings.model)
+        random_models.find_shape(settings.model)
         if settings.text is not None:
             raise UserError(f"{settings.model} has no tokenizer, which --text needs: leave it out, or name a model.")
     if settings.text is not None and not settings.text.is_file():
         raise UserError(f"There is no file {settings.text} (--text).")
     check_folder(settings.folder)
     cells = [
-        Cell(label, budget, context, count)
+        TraceCell(label, budget, context, count)
         for context in contexts
         for count in rows
-        for label, one in chosen.items()
-        for budget in (budgets if one.policy.needs_budget else (None,))
+        for label, choice in chosen.items()
+        for budget in (budgets if choice.policy.needs_budget else (None,))
     ]
     return Checked(chosen, cells, _weights(settings, chosen))
 
 
-def _policies(settings: Settings) -> dict[str, registry.ChosenPolicy]:
-    named = [registry.parse_policy(text) for text in registry.split_policies(settings.policies) if text]
-    if not named:
+def _policies(settings: TraceSettings) -> dict[str, registry.ChosenPolicy]:
+    policies = [registry.parse_policy(text) for text in registry.split_policies(settings.policies) if text]
+    if not policies:
         raise UserError("--policies names no policy: evictbench list policies shows what there is.")
-    for one in named:
-        if one.policy.foresees:
+    for chosen in policies:
+        if issubclass(chosen.policy, Policy) and chosen.policy.needs_labels:
             raise UserError(
-                f"{one.name} knows what comes from a dense run made before, so that its time and memory say nothing: "
-                "leave it out of --policies."
+                f"{chosen.name} knows what comes from a dense run made before, so that its time and memory say "
+                "nothing: leave it out of --policies."
             )
-    if all(one.policy.needs_budget for one in named):
-        named.insert(0, _yardstick())
-    named.sort(key=lambda one: one.policy.needs_budget)
-    return {one.label: one for one in named}
+    if all(chosen.policy.needs_budget for chosen in policies):
+        policies.insert(0, registry.reference_policy())
+    policies.sort(key=lambda chosen: chosen.policy.needs_budget)
+    return {chosen.label: chosen for chosen in policies}
 
 
-def _yardstick() -> registry.ChosenPolicy:
-    """The policy that evicts nothing."""
-    for name in registry.names(registry.POLICIES):
-        with suppress(UserError):  # a policy that does not load is no yardstick
-            found = registry.parse_policy(name)
-            if not found.policy.needs_budget:
-                return found
-    raise UserError("No policy that evicts nothing is installed, to measure the others against.")
-
-
-def _budgets(settings: Settings, chosen: Mapping[str, registry.ChosenPolicy]) -> list[str]:
-    needing = [one.name for one in chosen.values() if one.policy.needs_budget]
+def _budgets(settings: TraceSettings, chosen: Mapping[str, registry.ChosenPolicy]) -> list[str]:
+    needing = [choice.policy for choice in chosen.values() if choice.policy.needs_budget]
     if settings.budget is None:
-        if needing:
-            raise UserError(f"{needing[0]} needs a budget: --budget 256, or --budget 25%.")
+        for policy in needing:
+            policy.read_budget(None)  # raises: it needs a budget
         return []
-    budgets = list(dict.fromkeys(str(Budget.parse(word)) for word in settings.budget.split(",")))
+    budgets = list(dict.fromkeys(str(Budget.parse(text)) for text in settings.budget.split(",")))
     if not needing:
         raise UserError(f"No policy of --policies takes a budget: leave out --budget {settings.budget}.")
     return budgets
 
 
-def _numbers(words: str, option: str) -> list[int]:
-    """A comma list of whole numbers, ascending."""
-    found = set()
-    for word in words.split(","):
-        text = word.strip()
+def _numbers(value: str, option: str) -> list[int]:
+    """The whole numbers of a comma list, ascending. option: its name, for the message."""
+    numbers = set()
+    for part in value.split(","):
+        text = part.strip()
         if not (text.isascii() and text.isdigit() and int(text) > 0):
             raise UserError(f"--{option} takes whole numbers above 0, separated by commas, and not {text!r}.")
-        found.add(int(text))
-    return sorted(found)
+        numbers.add(int(text))
+    return sorted(numbers)
 
 
-def _weights(settings: Settings, chosen: Mapping[str, registry.ChosenPolicy]) -> dict[str, str]:
-    learned = {one.name for one in chosen.values() if one.policy.learned}
-    found: dict[str, str] = {}
+def _weights(settings: TraceSettings, chosen: Mapping[str, registry.ChosenPolicy]) -> dict[str, str]:
+    learned = {choice.name for choice in chosen.values() if choice.policy.learned}
+    folders: dict[str, str] = {}
     for pair in (settings.weights or "").split(","):
         if not pair.strip():
             continue
@@ -181,6 +173,6 @@ def _weights(settings: Settings, chosen: Mapping[str, registry.ChosenPolicy]) ->
         if not equals or not where:
             raise UserError(f"--weights takes POLICY=FOLDER, several separated by commas, and not {pair!r}.")
         if name not in learned:
-            raise registry.unknown("learned policy", name, learned, " in --policies")
-        found[name] = where
-    return found
+            raise unknown("learned policy", name, learned, " in --policies")
+        folders[name] = where
+    return folders

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.store.files import check_writable, locked, replacing, write_json
 from evictbench.store.trace_files import (
     MADE_BY,
     RETENTION,
@@ -27,22 +25,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-LOCK = ".lock"
-
-
 def check_folder(path: Path) -> None:
     """Raise UserError unless a folder can hold a trace: new, empty, or holding one."""
-    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; a trace needs a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"A trace cannot be written to {path}: no permission in {parent}.")
+    check_writable(path, "A trace", "a trace needs")
     if not path.is_dir():
         return
     if (path / TRACE).exists():
         _about(path)
         return
-    foreign = sorted(found.name for found in path.iterdir() if found.name[0] != ".")
+    foreign = sorted(file.name for file in path.iterdir() if file.name[0] != ".")
     if foreign:
         raise UserError(f"{path} is not the folder of a trace (it holds {foreign[0]}): name another with --out.")
 
@@ -55,16 +46,16 @@ class TraceFolder:
         self.about = about
         cells = {int(cell["cell"]) for cell in about["cells"]}
         self._steps = _table(path / STEPS_FILE, STEPS, cells)
-        self._looks = _table(path / RETENTION_FILE, RETENTION, cells)
+        self._snapshots = _table(path / RETENTION_FILE, RETENTION, cells)
 
     @property
     def cells(self) -> list[dict[str, Any]]:
         """The finished cells."""
-        found: list[dict[str, Any]] = self.about["cells"]
-        return found
+        cells: list[dict[str, Any]] = self.about["cells"]
+        return cells
 
     def add(
-        self, cell: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], looks: Sequence[Mapping[str, Any]]
+        self, cell: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], snapshots: Sequence[Mapping[str, Any]]
     ) -> None:
         """A finished cell: its line of trace.json, its rows of trace.parquet, and of retention.parquet if any.
 
@@ -72,19 +63,17 @@ class TraceFolder:
         """
         import pyarrow as pa
 
-        from evictbench.store.files import write_json
-
         self._steps = pa.concat_tables([self._steps, _rows(steps, STEPS)])
         _write(self._steps, self.path / STEPS_FILE)
-        if looks:
-            self._looks = pa.concat_tables([self._looks, _rows(looks, RETENTION)])
-            _write(self._looks, self.path / RETENTION_FILE)
+        if snapshots:
+            self._snapshots = pa.concat_tables([self._snapshots, _rows(snapshots, RETENTION)])
+            _write(self._snapshots, self.path / RETENTION_FILE)
         self.cells.append(dict(cell))
         write_json(self.path / TRACE, self.about)
 
 
 def read_finished(path: Path, made_by: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the trace in a folder says of itself, if there is one that was made by the same; UserError if by another."""
+    """The description of the trace in a folder; None if there is none. Raises UserError if `made_by` is another."""
     if not (path / TRACE).exists():
         return None
     about = _about(path)
@@ -98,28 +87,15 @@ def opened(path: Path, about: Mapping[str, Any]) -> Iterator[TraceFolder]:
 
     Raises UserError if another process holds it, or if it was made by something else.
     """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(path / LOCK)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"Another trace is being written to {path}: wait for it to end, or stop it.") from None
-    except OSError as error:
-        raise UserError(f"A trace cannot be written to {path}: {error.strerror or error}.") from error
-    try:
-        for unfinished in path.glob(".*-unfinished-*"):  # left by a process that was killed
-            unfinished.unlink()
-        found: dict[str, Any] = {**about, "cells": []}
+    held = UserError(f"Another trace is being written to {path}: wait for it to end, or stop it.")
+    with locked(path, "A trace", held):
+        whole: dict[str, Any] = {**about, "cells": []}
         if (path / TRACE).exists():
             before = _about(path)
             _check_same(path, before[MADE_BY], about[MADE_BY])
             policies = {**before.get("policies", {}), **about.get("policies", {})}
-            found = {**before, **about, "cells": before["cells"], "policies": policies}
-        yield TraceFolder(path, found)
-    finally:
-        lock.release()
+            whole = {**before, **about, "cells": before["cells"], "policies": policies}
+        yield TraceFolder(path, whole)
 
 
 def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -144,7 +120,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def _table(file: Path, columns: tuple[Column, ...], cells: set[int]) -> pa.Table:
-    """What a file holds of these cells; an empty table where there is none."""
+    """The rows of a file that belong to these cells; an empty table if there is no file."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -169,13 +145,5 @@ def _write(table: pa.Table, file: Path) -> None:
     """Replace a file at once."""
     import pyarrow.parquet as pq
 
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}-unfinished-", dir=file.parent)
-    os.close(handle)
-    try:
-        pq.write_table(table, name, compression="zstd")
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
+    with replacing(file) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")

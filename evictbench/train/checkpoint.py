@@ -1,4 +1,4 @@
-"""Where a training stands, on the disk: written whole or not at all, and found again after a kill."""
+"""Checkpoints and log of a training: each checkpoint is written whole or not at all, and found again after a kill."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 LOG = "curves.jsonl"
 
-_STATE, _MODEL = "learner.pt", "model"
+_STATE_FILE, _MODEL_FOLDER = "learner.pt", "model"
 _UNFINISHED = ".checkpoint-unfinished"
 
 
 def save(
     folder: Path, steps: int, learner: Learner, optimiser: Optimizer | None, accelerator: Accelerator, model: bool
 ) -> None:
-    """Keep what `steps` finished steps have made, and drop what was kept before. Every process calls it.
+    """Write a checkpoint after `steps` finished steps, and remove earlier ones. Every process calls it.
 
-    model: whether the model itself is trained; accelerate then keeps it and its optimiser, in shards if it has any.
-    Every step seeds its own generators, so there is no generator to keep.
+    optimiser: the scorer's; None without parameters. model: whether the model itself is trained; accelerate then saves
+    it and its optimiser, in shards if it has any. Every step seeds its own generators, so none is saved.
     """
     import torch
 
@@ -41,13 +41,13 @@ def save(
             "learner": learner.state_dict(),
             "optimiser": None if optimiser is None else optimiser.state_dict(),
         }
-        torch.save(state, unfinished / _STATE)
+        torch.save(state, unfinished / _STATE_FILE)
     accelerator.wait_for_everyone()
     if model:
-        accelerator.save_state(str(unfinished / _MODEL), safe_serialization=False)
+        accelerator.save_state(str(unfinished / _MODEL_FOLDER), safe_serialization=False)
         accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        before = _found(folder)
+        before = _checkpoints(folder)
         unfinished.replace(folder / f"checkpoint-{steps}")
         for old in before:
             shutil.rmtree(old)
@@ -55,43 +55,47 @@ def save(
 
 
 def restore(folder: Path, learner: Learner, optimiser: Optimizer | None, accelerator: Accelerator, model: bool) -> int:
-    """Put learner, optimisers and model back where the last checkpoint has them; how many steps are finished."""
+    """Load the last checkpoint into learner, optimisers and model; returns how many steps are finished, 0 without one.
+
+    The arguments are those of `save`. Raises UserError for a checkpoint that cannot be read.
+    """
     import torch
 
-    found = _found(folder)
-    if not found:
+    checkpoints = _checkpoints(folder)
+    if not checkpoints:
         return 0
+    last = checkpoints[-1]
     try:
-        state = torch.load(found[-1] / _STATE, map_location="cpu", weights_only=True)
+        state = torch.load(last / _STATE_FILE, map_location="cpu", weights_only=True)
         learner.load_state_dict(state["learner"])
         if optimiser is not None:
             optimiser.load_state_dict(state["optimiser"])
         if model:
-            accelerator.load_state(str(found[-1] / _MODEL))
+            accelerator.load_state(str(last / _MODEL_FOLDER))
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"The checkpoint {found[-1]} cannot be read ({reason}): remove it to start again.") from error
+        raise UserError(f"The checkpoint {last} cannot be read ({reason}): remove it to start again.") from error
     return int(state["steps"])
 
 
 def clear(folder: Path) -> None:
-    """Drop the checkpoints of a training that is finished."""
-    for old in _found(folder):
+    """Remove the checkpoints of a finished training."""
+    for old in _checkpoints(folder):
         shutil.rmtree(old)
 
 
-def cut_log(folder: Path, steps: int) -> None:
-    """Leave the lines of the first `steps` steps in the log: what was logged after the checkpoint comes again."""
+def truncate_log(folder: Path, steps: int) -> None:
+    """Keep only the first `steps` steps in the log: what was logged after the checkpoint comes again."""
     file = folder / LOG
     if file.is_file():
         lines = file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (whole := _line(line)) and 0 < whole.get("step", 0) <= steps]
+        kept = [line for line in lines if (entry := _parse(line)) and 0 < entry.get("step", 0) <= steps]
         unfinished = file.with_name(f".{LOG}-unfinished")
         unfinished.write_bytes(b"".join(kept))
         unfinished.replace(file)
 
 
-def append(folder: Path, line: Mapping[str, Any]) -> None:
+def append_log(folder: Path, line: Mapping[str, Any]) -> None:
     """Add a line to the log."""
     with (folder / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
@@ -100,17 +104,17 @@ def append(folder: Path, line: Mapping[str, Any]) -> None:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The lines of the log, a torn one left out."""
     file = folder / LOG
-    return [whole for line in file.read_bytes().splitlines() if (whole := _line(line))] if file.is_file() else []
+    return [entry for line in file.read_bytes().splitlines() if (entry := _parse(line))] if file.is_file() else []
 
 
-def _line(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
-def _found(folder: Path) -> list[Path]:
-    """The finished checkpoints, the last one last."""
+def _checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints, oldest first."""
     return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))

@@ -7,15 +7,17 @@ import importlib
 import json
 import random
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench import hub
 from evictbench.errors import UserError
 from evictbench.store.files import write_json
-from evictbench.suite import datasets
+from evictbench.suite.datasets import hub_cache_only, read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,16 +26,21 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 
-_CALCULATION = re.compile(r"<<[^>]*>>")
-"""A calculator's notes inside an answer, which no model should write."""
+CALCULATION = re.compile(r"<<[^>]*>>")
+"""A calculator's notes inside an answer of GSM8K, which no model should write."""
 
 _TOKENS, _STARTS, _KEY = "tokens.npy", "starts.npy", "blocks.json"
-_AT_ONCE = 64
+
+_TOKENIZED_AT_ONCE = 64
+"""Documents that are tokenized in one call."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents, made when asked for. sha256 stands for all of them; names: where they come from."""
+    """Documents, each made when it is asked for.
+
+    count: how many there are. get: a document by its index from 0. sha256: of all of them. names: where they come from.
+    """
 
     count: int
     get: Callable[[int], str]
@@ -45,7 +52,7 @@ class Texts:
 class Blocks:
     """Token ids cut into blocks: block i is `tokens[starts[i] : starts[i + 1]]`. Memory-mapped where loaded.
 
-    sha256: of all ids and cuts. documents: how many were read for them.
+    tokens: `[tokens]` uint32. starts: `[blocks + 1]` int64. sha256: of all ids and cuts. documents: how many were read.
     """
 
     tokens: np.ndarray
@@ -67,25 +74,26 @@ class Blocks:
 
 
 def read_texts(
-    names: Sequence[str], own: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, length: int, seed: int
+    names: Sequence[str], makers: Mapping[str, str], tokenizer: PreTrainedTokenizerBase, length: int, seed: int
 ) -> Texts:
-    """All documents of `--data`; UserError for what cannot be read, holds nothing, or has no text.
+    """All documents of `--data`. Raises UserError for what cannot be read, holds nothing, or has no text.
 
-    A name is a policy's own maker of texts (`own`: name to "module:function"), a file (.jsonl, .json, .parquet, .txt),
-    a folder of them, or a hub dataset (owner/name, owner/name:split or owner/name:config:split).
+    names: each the policy's own maker of texts, a file (.jsonl, .json, .parquet, .txt), a folder of them, or a hub
+    dataset (owner/name, owner/name:split or owner/name:config:split). makers: the policy's, name to "module:function".
+    length: tokens of a block, and seed: that of the training, both for the makers.
     """
     parts: list[Texts] = []
     for name in names:
         path = Path(name).expanduser()
-        if name in own:
-            parts.append(_made(name, own[name], tokenizer, length, seed))
+        if name in makers:
+            parts.append(_made_texts(name, makers[name], tokenizer, length, seed))
         elif path.exists():
-            parts.append(_local(path, tokenizer))
+            parts.append(_local_texts(path, tokenizer))
         else:
-            parts.append(_hub(name, tokenizer))
+            parts.append(_hub_texts(name, tokenizer))
         if parts[-1].count == 0:
             raise UserError(f"{name} holds no text to train on.")
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return parts[0] if len(parts) == 1 else _concatenated(parts)
 
 
 def make_blocks(
@@ -98,11 +106,14 @@ def make_blocks(
     most: int,
     seed: int,
 ) -> Blocks:
-    """The first `most` blocks of the documents in an order drawn from `seed`; kept in `folder` and found there again.
+    """The first `most` blocks of the documents in an order drawn from `seed`. They are written to `folder`, and read
+    from there if it holds them already.
 
-    pack: documents one after the other, an end-of-text token between them where the tokenizer has one, cut every
-    `length` tokens; a block may hold the end of one and the beginning of the next, and attention is not reset between
-    them. Otherwise one block a document, cut at `length` and left as it is where shorter.
+    pack: True for documents one after the other, an end-of-text token between them where the tokenizer has one, cut
+    every `length` tokens; a block may hold the end of one and the beginning of the next, and attention is not reset
+    between them. False for one block a document, cut at `length` and left as it is where shorter.
+
+    Raises UserError where the texts fill no block.
     """
     key = {
         "texts": texts.sha256,
@@ -112,9 +123,9 @@ def make_blocks(
         "most": most,
         "seed": seed,
     }
-    known = load_blocks(folder)
-    if known is not None and json.loads((folder / _KEY).read_text())["key"] == key:
-        return known
+    blocks = load_blocks(folder)
+    if blocks is not None and json.loads((folder / _KEY).read_text())["key"] == key:
+        return blocks
     import numpy as np
 
     cut = _packed if pack else _single
@@ -127,19 +138,19 @@ def make_blocks(
             else f"{' and '.join(texts.names)}: no text has two tokens."
         )
     tokens, starts = np.concatenate(ids), np.cumsum([0, *lengths], dtype=np.int64)
-    whole = hashlib.sha256(tokens.tobytes() + starts.tobytes()).hexdigest()
+    sha256 = hashlib.sha256(tokens.tobytes() + starts.tobytes()).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _KEY).unlink(missing_ok=True)
     np.save(folder / _TOKENS, tokens)
     np.save(folder / _STARTS, starts)
-    write_json(folder / _KEY, {"key": key, "sha256": whole, "documents": documents})
-    found = load_blocks(folder)
-    assert found is not None
-    return found
+    write_json(folder / _KEY, {"key": key, "sha256": sha256, "documents": documents})
+    blocks = load_blocks(folder)
+    assert blocks is not None
+    return blocks
 
 
 def load_blocks(folder: Path) -> Blocks | None:
-    """The blocks kept in a folder; None where there are none, or not whole."""
+    """The blocks in a folder; None where there are none, or only part of them."""
     import numpy as np
 
     if not (folder / _KEY).is_file():
@@ -150,15 +161,15 @@ def load_blocks(folder: Path) -> Blocks | None:
 
 
 def _encoded(texts: Texts, tokenizer: PreTrainedTokenizerBase, seed: int, end: bool) -> Iterator[np.ndarray]:
-    """Each document's ids, in the order drawn from the seed; at most one BOS."""
+    """Each document's ids, in the order drawn from the seed, with at most one BOS. end: add an EOS if there is none."""
     import numpy as np
 
     order = list(range(texts.count))
     random.Random(seed).shuffle(order)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    for start in range(0, len(order), _AT_ONCE):
-        some = [texts.get(index) for index in order[start : start + _AT_ONCE]]
-        encoded: Any = tokenizer(some, verbose=False)["input_ids"]
+    for start in range(0, len(order), _TOKENIZED_AT_ONCE):
+        documents = [texts.get(index) for index in order[start : start + _TOKENIZED_AT_ONCE]]
+        encoded: Any = tokenizer(documents, verbose=False)["input_ids"]
         for ids in encoded:
             if bos is not None and ids[:2] == [bos, bos]:
                 ids = ids[1:]
@@ -196,26 +207,27 @@ def _single(encoded: Iterator[np.ndarray], length: int, most: int) -> tuple[list
     return ids, [len(block) for block in ids], documents
 
 
-def _local(path: Path, tokenizer: PreTrainedTokenizerBase) -> Texts:
+def _local_texts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """The documents of a file, or of all files in a folder."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         if not files:
             raise UserError(f"The folder {path} holds no text: looked for {', '.join(SUFFIXES)}.")
-    found: list[str] = []
-    whole = hashlib.sha256()
+    texts: list[str] = []
+    sha256 = hashlib.sha256()
     for file in files:
-        texts = _read(file, tokenizer)
-        if not texts:
+        documents = _read_file(file, tokenizer)
+        if not documents:
             raise UserError(f"{file} holds no text to train on.")
-        found += texts
-        whole.update(file.read_bytes())
-    return Texts(len(found), found.__getitem__, whole.hexdigest(), (path.absolute().name,))
+        texts += documents
+        sha256.update(file.read_bytes())
+    return Texts(len(texts), texts.__getitem__, sha256.hexdigest(), (path.absolute().name,))
 
 
-def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _read_file(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if file.suffix != ".txt":
-        records = enumerate(datasets.read(file), start=1)
+        records = enumerate(read(file), start=1)
         texts = [text_of(record, f"{file}: record {number}", tokenizer) for number, record in records]
         return [text for text in texts if text.strip()]
     try:
@@ -228,8 +240,11 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def text_of(record: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A record's text: its `text`; or `messages` in the chat template; or `question` and `answer`, as a solved problem
-    without a calculator's notes."""
+    """The text of a record: its `text`; or its `messages` in the chat template; or its `question` and `answer`, as a
+    solved problem without a calculator's notes.
+
+    where: the record's place, for the message of the UserError that is raised where there is no text.
+    """
     if isinstance(record.get("text"), str):
         return str(record["text"])
     if isinstance(record.get("messages"), list):
@@ -238,20 +253,25 @@ def text_of(record: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenize
         return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
     question, answer = record.get("question"), record.get("answer")
     if isinstance(question, str) and isinstance(answer, str):
-        return f"Question: {question.strip()}\nAnswer: {_CALCULATION.sub('', answer).strip()}"
+        return solved_problem(question, answer)
     fields = ", ".join(record) or "nothing"
     raise UserError(f"{where} has no text: neither `text`, `messages`, nor `question` and `answer` (it has {fields}).")
 
 
-def _hub(name: str, tokenizer: PreTrainedTokenizerBase) -> Texts:
-    """A hub dataset's split ("train" unless named), read from its local copy as it is needed."""
+def solved_problem(question: str, answer: str) -> str:
+    """A problem and its solution, without a calculator's notes."""
+    return f"Question: {question.strip()}\nAnswer: {CALCULATION.sub('', answer).strip()}"
+
+
+def _hub_texts(name: str, tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """The documents of a hub dataset's split ("train" unless named), read from its local copy when asked for."""
     import datasets
 
     repo, *rest = name.split(":")
     config, split = (rest[0], rest[1]) if len(rest) > 1 else (None, rest[0] if rest else "train")
     reason = hub.why_unreachable()
     try:
-        with datasets.asking_the_cache_alone(reason is not None):
+        with hub_cache_only(reason is not None):
             rows = datasets.load_dataset(repo, config, split=split)
     except Exception as error:  # the library raises many kinds, none of them promised
         why = reason or (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -268,26 +288,23 @@ def _hub(name: str, tokenizer: PreTrainedTokenizerBase) -> Texts:
     return Texts(len(rows), get, hashlib.sha256(rows._fingerprint.encode()).hexdigest(), (name,))
 
 
-def _made(name: str, maker: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Texts:
-    """Texts that a policy makes itself."""
+def _made_texts(name: str, maker: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> Texts:
+    """The texts that a policy makes itself. maker: "module:function"."""
     module, _, function = maker.partition(":")
     texts = list(getattr(importlib.import_module(module), function)(tokenizer, length, seed))
-    whole = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-    return Texts(len(texts), texts.__getitem__, whole, (name,))
+    sha256 = hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    return Texts(len(texts), texts.__getitem__, sha256, (name,))
 
 
-def _joined(parts: Sequence[Texts]) -> Texts:
-    from bisect import bisect_right
-    from itertools import accumulate
-
+def _concatenated(parts: Sequence[Texts]) -> Texts:
     starts = [0, *accumulate(part.count for part in parts)]
 
     def get(index: int) -> str:
         part = bisect_right(starts, index) - 1
         return parts[part].get(index - starts[part])
 
-    whole = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
-    return Texts(starts[-1], get, whole, tuple(name for part in parts for name in part.names))
+    sha256 = hashlib.sha256("".join(part.sha256 for part in parts).encode()).hexdigest()
+    return Texts(starts[-1], get, sha256, tuple(name for part in parts for name in part.names))
 
 
 def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

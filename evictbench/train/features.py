@@ -1,8 +1,8 @@
 """Features of a frozen model on the disk: computed once per block of text, read back memory-mapped at every step.
 
-One safetensors file a block, named by the block's tokens, in a folder named by what else the features depend on: the
-model's weights and dtype and the learner's `feature_settings`. So a run goes on where it was stopped, and another
-label, budget or seed over the same text finds everything there.
+There is one safetensors file per block, named by the block's tokens, in a folder named by what else the features depend
+on: the model's weights and dtype and the learner's `feature_settings`. So a run goes on where it was stopped, and
+another label, budget or seed over the same text finds everything there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ SPARE = 0.05
 """Share of a disk's free room that a store leaves free."""
 
 
-class Store:
+class FeatureStore:
     """The features of one learner on one model, block by block."""
 
     def __init__(self, root: Path, depends_on: Mapping[str, Any]) -> None:
@@ -38,24 +38,36 @@ class Store:
         self.depends_on = dict(depends_on)
 
     def file(self, tokens: Tensor) -> Path:
-        """Where a block's features are, or will be."""
+        """The file of a block's features, there or not. tokens: `[1, S]` or `[S]`."""
         return self.folder / f"{hash_ids(tokens.flatten().tolist())}-{tokens.shape[-1]}.safetensors"
 
     def read(self, tokens: Tensor) -> dict[str, Tensor]:
-        """A block's features, `[1, ...]`, memory-mapped."""
+        """A block's features by name, each `[1, ...]`, memory-mapped. tokens: `[1, S]`."""
         from safetensors import safe_open
 
-        with safe_open(self.file(tokens), framework="pt") as held:
-            return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+        with safe_open(self.file(tokens), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    def read_batch(self, blocks: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The features of several blocks `[1, S]` of one length, as the rows of a batch."""
+        import torch
+
+        features = [self.read(tokens) for tokens in blocks]
+        if len(features) == 1:
+            return features[0]
+        return {name: torch.cat([block[name] for block in features]) for name in features[0]}
 
     def missing(self, blocks: Blocks, indices: Sequence[int]) -> list[int]:
-        """Which blocks have no whole file yet."""
+        """Those of the blocks `indices` that have no whole file yet."""
         return [index for index in indices if not _is_whole(self.file(blocks[index]))]
 
     def collect(
         self, blocks: Blocks, indices: Sequence[int], model: PreTrainedModel, learner: Learner
     ) -> Iterator[int]:
-        """Compute and keep these blocks' features; yields how many are done. UserError where the disk is too small."""
+        """Compute and write the features of the blocks `indices`; yields how many are done.
+
+        Raises UserError where the disk is too small.
+        """
         import torch
 
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +76,7 @@ class Store:
             tokens = blocks[index]
             with torch.no_grad():
                 features = learner.features(model, tokens.to(model.device))
-            size = self._write(tokens, {name: _kept(name, tensor) for name, tensor in features.items()})
+            size = self._write(tokens, {name: _as_stored(name, tensor) for name, tensor in features.items()})
             if done == 1:
                 self._check_room(size * (len(indices) - 1))
             yield done
@@ -87,18 +99,8 @@ class Store:
             )
 
 
-def rows(read: Callable[[Tensor], dict[str, Tensor]], tokens: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The features of several blocks of one length as the rows of a batch."""
-    import torch
-
-    found = [read(block) for block in tokens]
-    if len(found) == 1:
-        return found[0]
-    return {name: torch.cat([features[name] for features in found]) for name in found[0]}
-
-
-def _kept(name: str, tensor: Tensor) -> Tensor:
-    """As it is written: wide floating numbers as float16."""
+def _as_stored(name: str, tensor: Tensor) -> Tensor:
+    """The tensor as it is written: float32 and float64 as float16. Raises UserError for values beyond float16."""
     import torch
 
     if tensor.dtype in (torch.float32, torch.float64):

@@ -1,14 +1,14 @@
-"""The loop that trains learned policies, one for all of them; what is learned, and from what, is their learner's.
+"""The loop that trains learned policies. It is one for all of them; each policy's learner says what is learned.
 
-Scorer only: the model stays frozen. A stored learner's features are collected first (`evictbench.train.features`) and
-trained from without the model; another gets the model with every batch. With `finetune`, the model is trained beside
-the scorer: the model by its divergence from the frozen one while it sees what the scorer leaves it
-(`evictbench.train.distillation`, `evictbench.train.sparse_attention`), the scorer by its own loss on what that pass
-showed, and neither by the other's.
+Without `finetune` the model stays frozen and the scorer alone is trained. A stored learner's features are collected
+first (`evictbench.train.features`), and its steps need no model; another learner gets the model with every batch. With
+`finetune` the model is trained beside the scorer: the model by its divergence from the frozen one while it sees what
+the scorer leaves it (`evictbench.train.distillation`, `evictbench.train.sparse_attention`), the scorer by its own loss
+on the features of that pass, and neither by the other's loss.
 
-Both go by AdamW (betas .9 and .95, weight decay 1e-4), gradients clipped to norm 1 each; the scorer's rate rises over
-the first 5% of the steps and falls to a tenth along a cosine, the model's is constant. A step draws its blocks,
-budgets and noise from the seed and its own number, so that a training that is killed and goes on from its last
+Both are stepped by AdamW (betas .9 and .95, weight decay 1e-4), gradients clipped to norm 1 each. The scorer's rate
+rises over the first 5% of the steps and falls to a tenth along a cosine; the model's is constant. A step draws its
+blocks, budgets and noise from the seed and its own number, so that a training that is killed and goes on from its last
 checkpoint ends with the same weights. Several processes (accelerate launch) each take their own blocks; the scorer's
 gradients are averaged here, the model's by accelerate.
 """
@@ -31,52 +31,56 @@ from evictbench.errors import RunFailed, UserError
 from evictbench.models import load
 from evictbench.policy.learner import Batch, Learner, Losses
 from evictbench.train import checkpoint
-from evictbench.train.distillation import Pupil, Teacher, check_head
-from evictbench.train.features import Store, rows
+from evictbench.train.distillation import StudentModel, TeacherModel, check_head
+from evictbench.train.features import FeatureStore
 from evictbench.train.optimizer import Optimisers, learning_rate, prepare
-from evictbench.train.plan import Order, Plan, drawn, seed_of
+from evictbench.train.plan import BlockOrder, TrainPlan, derive_seed, draw_budget
 from evictbench.train.settings import STORE
-from evictbench.train.sparse_attention import Following
+from evictbench.train.sparse_attention import StudentAttention
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-LOOKED_AT = 32
-"""Blocks that a learner sets the statistics of its inputs from."""
+STATISTICS_BLOCKS = 32
+"""Blocks from which a learner sets the statistics of its inputs."""
 
 
 class Watcher(Protocol):
-    """Whoever shows a training while it goes on; called in the first process only."""
+    """Shows a training while it goes on; called in the first process only."""
 
     def phase(self, text: str) -> None:
         """Something begins that takes a while."""
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: TrainPlan) -> None:
         """Everything is checked."""
 
     def collected(self, done: int, total: int) -> None:
         """Features of so many blocks are on the disk."""
 
     def step(self, line: Mapping[str, Any], steps: int) -> None:
-        """A step is done and logged; its line."""
+        """A step is done and logged: its line of the log. steps: how many there will be."""
 
 
 @dataclass
 class Trained:
-    """What the loop came to. model: the fine-tuned one's state, None where it stayed frozen or in other processes."""
+    """The result of the loop.
+
+    held_out: the means of the losses on held-out blocks. calibration: the learner's. tokens: how many were trained on.
+    student, state: the fine-tuned model and its tensors; None where it stayed frozen, and in other processes.
+    """
 
     held_out: Mapping[str, float]
     calibration: Mapping[str, Any]
     tokens: int
-    pupil: Pupil | None = None
+    student: StudentModel | None = None
     state: Mapping[str, Tensor] | None = None
 
 
 class Trainer:
-    """One training in one process, from its plan to what is to be saved."""
+    """One training in one process, from its plan to what is saved."""
 
-    def __init__(self, plan: Plan, accelerator: Accelerator, watch: Watcher) -> None:
+    def __init__(self, plan: TrainPlan, accelerator: Accelerator, watch: Watcher) -> None:
         self.plan = plan
         self.settings = plan.settings
         self.learner: Learner = plan.learner
@@ -84,10 +88,10 @@ class Trainer:
         self.watch = watch
         self.finetune = plan.settings.finetune
         self.device = torch.device("cpu")
-        self.pupil: Any = None
+        self.student: Any = None
         self.teacher: Any = None
-        self.model_optimiser: Any = None
-        self.order = Order(
+        self.student_optimiser: Any = None
+        self.order = BlockOrder(
             seed=plan.settings.seed,
             count=plan.train_blocks,
             rows=plan.settings.batch_size,
@@ -122,25 +126,26 @@ class Trainer:
         """Train, from the last checkpoint if there is one."""
         self._set_up()
         folder, steps = self.settings.out, self.settings.steps
-        optimisers = Optimisers(self.learner, self.accelerator, self.settings.lr, self.pupil, self.model_optimiser)
-        kept = (self.learner, optimisers.scorer, self.accelerator, self.finetune)
-        finished = checkpoint.restore(folder, *kept)
+        optimisers = Optimisers(self.learner, self.accelerator, self.settings.lr, self.student, self.student_optimiser)
+        saved = (self.learner, optimisers.scorer, self.accelerator, self.finetune)
+        finished = checkpoint.restore(folder, *saved)
         if self.accelerator.is_main_process:
-            checkpoint.cut_log(folder, finished)
+            checkpoint.truncate_log(folder, finished)
         for step in range(finished, steps):
             line = self._step(step, optimisers)
             if self.accelerator.is_main_process:
-                checkpoint.append(folder, line)
+                checkpoint.append_log(folder, line)
                 self.watch.step(line, steps)
             if (step + 1) % self.settings.save_every == 0 and step + 1 < steps:
-                checkpoint.save(folder, step + 1, *kept)
+                checkpoint.save(folder, step + 1, *saved)
         return self._finish()
 
     def batch(self, indices: Sequence[int], step: int, name: str, budget: int) -> Batch:
-        """Blocks of one length as a batch; `name` tells its noise from that of others in the same step."""
+        """A batch of the blocks `indices`, all of one length. name: tells its noise from that of other batches of the
+        step."""
         blocks = [self.plan.blocks[index] for index in indices]
-        generator = torch.Generator(self.device).manual_seed(seed_of(self.settings.seed, "noise", step, name))
-        features = rows(self._store.read, blocks) if self._store is not None and self.from_store else None
+        generator = torch.Generator(self.device).manual_seed(derive_seed(self.settings.seed, "noise", step, name))
+        features = self._store.read_batch(blocks) if self._store is not None and self.from_store else None
         tokens = torch.cat(blocks).to(self.device)
         logits: list[Tensor] = []
 
@@ -163,34 +168,38 @@ class Trainer:
         )
 
     def losses(self, batch: Batch) -> Losses:
-        """The loss of a batch: the scorer's, and with `finetune` the model's divergence (`kl`) added to it."""
+        """The loss of a batch: the scorer's, and with `finetune` the model's divergence (`kl`) added to it.
+
+        Raises RunFailed for features with gradients, through which the scorer's loss would train the model.
+        """
         if not self.finetune:
             return self.learner.loss(batch)
         top = self.teacher(batch.tokens)
-        following = Following(self.learner.attention(batch))
-        kl: Tensor = self.pupil(batch.tokens, *top, following)
-        features = following.features()
+        sparse = StudentAttention(self.learner.attention(batch))
+        kl: Tensor = self.student(batch.tokens, *top, sparse)
+        features = sparse.features()
         parts = {"kl": float(kl.detach())}
         if features is None:
             return Losses(kl, parts)
         if any(tensor.requires_grad for tensor in features.values()):
             raise RunFailed("The learner's features carry gradients into the model: they have to be detached.")
-        own = self.learner.loss(dataclasses.replace(batch, features=features))
-        return Losses(kl + own.total.to(kl.device), {**parts, "score": float(own.total.detach()), **own.parts})
+        scorer = self.learner.loss(dataclasses.replace(batch, features=features))
+        parts |= {"score": float(scorer.total.detach()), **scorer.parts}
+        return Losses(kl + scorer.total.to(kl.device), parts)
 
     def _set_up(self) -> None:
-        """Collect what is stored, place everything, and let the learner look at some texts."""
+        """Collect features, place learner and models, and let the learner set its statistics."""
         if self.from_store:
             self._collect()
-        if not self.from_store or self._looks_at_model:
+        if not self.from_store or self._calibrates:
             self.device = self.model.device
         elif self.settings.device not in ("cpu", "mps") and torch.cuda.is_available():
-            chosen = torch.device(self.settings.device) if ":" in self.settings.device else self.accelerator.device
-            self.device = chosen
+            numbered = ":" in self.settings.device
+            self.device = torch.device(self.settings.device) if numbered else self.accelerator.device
         self.learner.to(self.device)
         self._check_learner_alone()
-        looked_at = [self.order.block(place) for place in range(min(LOOKED_AT, self.plan.train_blocks))]
-        blocks = [self.plan.blocks[index] for index in looked_at]
+        count = min(STATISTICS_BLOCKS, self.plan.train_blocks)
+        blocks = [self.plan.blocks[self.order.block(index)] for index in range(count)]
         if self.from_store:
             assert self._store is not None
             self.learner.measure(self._store.read(block) for block in blocks)
@@ -202,30 +211,30 @@ class Trainer:
             self._set_up_models()
 
     def _set_up_models(self) -> None:
-        """The frozen model as teacher, and a copy of it that is trained."""
+        """Make the teacher, which is the frozen model, and the student, a copy of it that is trained."""
         check_head(self.model)
         self.watch.phase("loading the weights that are trained")
         alone = self.accelerator.num_processes == 1
         device = self.settings.device if alone else "cpu"
-        wide = "float32" if self.settings.dtype == "auto" else self.settings.dtype
-        student = load.load_model(self.plan.source, device, wide, self.settings.trust_remote_code)
-        attention.use(student)
-        student.train()
-        older: Any = getattr(student, "gradient_checkpointing_enable", None)
-        getattr(student, "activation_checkpointing_enable", older)({"use_reentrant": False})
-        self.teacher, pupil = Teacher(self.model), Pupil(student)
-        self.pupil, self.model_optimiser = prepare(pupil, self.accelerator, self.settings.model_lr)
+        dtype = "float32" if self.settings.dtype == "auto" else self.settings.dtype
+        model = load.load_model(self.plan.source, device, dtype, self.settings.trust_remote_code)
+        attention.use(model)
+        model.train()
+        older: Any = getattr(model, "gradient_checkpointing_enable", None)
+        getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
+        self.teacher = TeacherModel(self.model)
+        self.student, self.student_optimiser = prepare(StudentModel(model), self.accelerator, self.settings.model_lr)
 
     def _step(self, step: int, optimisers: Optimisers) -> dict[str, Any]:
-        """One step; its line for the log, with the numbers of this process."""
+        """Do one step; returns its line for the log, with the numbers of this process."""
         began = time.monotonic()
         settings = self.settings
-        torch.manual_seed(seed_of(settings.seed, "global", step, self.accelerator.process_index))
+        torch.manual_seed(derive_seed(settings.seed, "global", step, self.accelerator.process_index))
         sums: dict[str, list[float]] = {}
         budgets, tokens = [], 0
-        for place, indices in enumerate(self.order.passes_of(step)):
-            name = f"{self.accelerator.process_index}-{place}"
-            budgets.append(drawn(settings.seed, step, name, self.plan.checked.budgets))
+        for number, indices in enumerate(self.order.batches(step)):
+            name = f"{self.accelerator.process_index}-{number}"
+            budgets.append(draw_budget(settings.seed, step, name, self.plan.checked.budgets))
             batch = self.batch(indices, step, name, budgets[-1])
             with self.accelerator.autocast():
                 losses = self.losses(batch)
@@ -239,21 +248,21 @@ class Trainer:
                 self.accelerator.backward(losses.total / settings.accumulate)
             _add(sums, {"loss": value, **losses.parts})
             tokens += batch.tokens.numel() * self.accelerator.num_processes
-        said = optimisers.step(learning_rate(step, settings.steps, settings.lr))
+        logged = optimisers.step(learning_rate(step, settings.steps, settings.lr))
         return {
             "step": step + 1,
             **_means(sums),
-            **said,
+            **logged,
             "budget": budgets[0] if len(budgets) == 1 else budgets,
             "tokens": tokens,
             "seconds": round(time.monotonic() - began, 4),
         }
 
     def _finish(self) -> Trained:
-        """The held-out loss, the calibration, and the fine-tuned model's state."""
+        """Measure the held-out loss, calibrate, and gather the fine-tuned model's tensors."""
         held_out = self._held_out_loss()
         calibration: Mapping[str, Any] = {}
-        if type(self.learner).calibrate is not Learner.calibrate:
+        if self._calibrates:
             self.watch.phase("calibrating")
             blocks = [self.plan.blocks[index].to(self.model.device) for index in self.plan.held_out]
             with torch.no_grad():
@@ -261,28 +270,28 @@ class Trainer:
         tokens = sum(line["tokens"] for line in checkpoint.read_log(self.settings.out))
         trained = Trained(held_out, calibration, tokens)
         if self.finetune:
-            state = self.accelerator.get_state_dict(self.pupil)
+            state = self.accelerator.get_state_dict(self.student)
             if self.accelerator.is_main_process:
-                trained.pupil = self.accelerator.unwrap_model(self.pupil)
+                trained.student = self.accelerator.unwrap_model(self.student)
                 trained.state = {name.removeprefix("model."): tensor for name, tensor in state.items()}
         return trained
 
     def _held_out_loss(self) -> dict[str, float]:
-        """Means over the held-out blocks, at each of the budgets in turn."""
+        """The means of the losses over the held-out blocks, which take the budgets in turn."""
         sums: dict[str, list[float]] = {}
         if self.plan.held_out:
             self.watch.phase("the loss on held-out blocks")
-        for place, index in enumerate(self.plan.held_out):
-            budget = self.plan.checked.budgets[place % len(self.plan.checked.budgets)]
+        for number, index in enumerate(self.plan.held_out):
+            budget = self.plan.checked.budgets[number % len(self.plan.checked.budgets)]
             with torch.no_grad(), self.accelerator.autocast():
-                losses = self.losses(self.batch([index], self.settings.steps - 1, f"held-out-{place}", budget))
+                losses = self.losses(self.batch([index], self.settings.steps - 1, f"held-out-{number}", budget))
             _add(sums, {"loss": float(losses.total), **losses.parts})
         return _means(sums)
 
     def _collect(self) -> None:
-        """Make the features that the store lacks, each process its share."""
+        """Compute the features that the store lacks, each process its share."""
         assert self._store is not None
-        wanted = [*self.order.used(self.settings.steps, LOOKED_AT), *self.plan.held_out]
+        wanted = [*self.order.blocks_seen(self.settings.steps, STATISTICS_BLOCKS), *self.plan.held_out]
         mine = wanted[self.accelerator.process_index :: self.accelerator.num_processes]
         missing = self._store.missing(self.plan.blocks, mine)
         if missing:
@@ -290,32 +299,32 @@ class Trainer:
             self.watch.phase("collecting features")
             for done in self._store.collect(self.plan.blocks, missing, self.model, self.learner):
                 self.watch.collected(len(mine) - len(missing) + done, len(mine))
-            if not self._looks_at_model:
+            if not self._calibrates:
                 del self.__dict__["model"]  # the cached property: its memory is the scorer's from here on
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
         self.accelerator.wait_for_everyone()
 
     @property
-    def _looks_at_model(self) -> bool:
-        """Whether the model is needed after the last step."""
+    def _calibrates(self) -> bool:
+        """Whether the learner calibrates, for which the model is needed after the last step."""
         return type(self.learner).calibrate is not Learner.calibrate
 
     def _features(self, tokens: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             return self.learner.features(self.model, tokens.to(self.model.device))
 
-    def _make_store(self) -> Store:
+    def _make_store(self) -> FeatureStore:
         settings = self.settings
         depends_on = {
             "weights": self.plan.sha256,
             "dtype": self.plan.dtype,
             **self.learner.feature_settings(),
         }
-        return Store(settings.store or settings.out / STORE, depends_on)
+        return FeatureStore(settings.store or settings.out / STORE, depends_on)
 
     def _check_learner_alone(self) -> None:
-        """A learner that holds the model as a submodule would train and save it."""
+        """Raise UserError for a learner that holds the model as a submodule: it would train and save it."""
         from transformers import PreTrainedModel
 
         if any(isinstance(module, PreTrainedModel) for module in self.learner.modules()):
@@ -323,7 +332,7 @@ class Trainer:
 
 
 def _add(sums: dict[str, list[float]], parts: Mapping[str, float]) -> None:
-    """Note one pass's numbers; what is not finite says that there was nothing to measure."""
+    """Add one pass's numbers; one that is not finite says that there was nothing to measure, and is left out."""
     for part, number in parts.items():
         if math.isfinite(number):
             sums.setdefault(part, []).append(float(number))

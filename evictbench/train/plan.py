@@ -6,35 +6,40 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evictbench import registry
+import torch
+
 from evictbench.errors import UserError
 from evictbench.models import devices, load
 from evictbench.policy.learner import Learner, Training
 from evictbench.policy.step import ModelShape
 from evictbench.train.data import Blocks, make_blocks, read_texts
-from evictbench.train.settings import BLOCKS, Checked, Settings, check, own_texts
+from evictbench.train.settings import BLOCKS, Checked, TrainSettings, check, text_makers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 IDENTITY_VERSION = 1
 """Raised when the same command would train other weights than before."""
 
+_IDENTIFYING = (
+    *("steps", "budget", "window", "finetune", "lr", "model_lr", "length", "no_pack"),
+    *("batch_size", "accumulate", "seed", "dtype"),
+)
+"""Options that change what is trained; the device, the store and the time between checkpoints do not."""
+
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """One training, ready to begin.
 
-    model: the name in results; dtype: of its weights, the checkpoint's own where the settings leave it to that;
-    train_blocks: how many of the blocks are trained on, the rest are held out; identity: what a folder's training must
-    agree in to go on.
+    model: the name in results; sha256: of the model's weights; dtype: of its weights, the checkpoint's own where the
+    settings leave it to that; names: where the texts come from; train_blocks: how many of the blocks are trained on,
+    the rest are held out; identity: what must be equal for a folder's training to go on.
     """
 
-    settings: Settings
+    settings: TrainSettings
     checked: Checked
     source: load.Source
     model: str
@@ -54,14 +59,15 @@ class Plan:
         return range(self.train_blocks, len(self.blocks))
 
 
-def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] = lambda _: None) -> Plan:
-    """Check everything, make the learner and the blocks; UserError says what cannot be. `phase` hears what takes long.
+def make_plan(settings: TrainSettings, processes: int, phase: Callable[[str], None] = lambda _: None) -> TrainPlan:
+    """Check everything, and make the learner and the blocks.
 
-    In this order: names, numbers, paths; the model's tokenizer and config; the learner; the texts; the weights' hash.
+    Checked in this order: names, numbers, paths; the model's tokenizer and config; the learner; the texts; the weights'
+    hash. processes: how many train together. phase: is told what takes long. Raises UserError for what cannot be.
     """
     checked = check(settings)
     source = load.resolve(settings.model)
-    model = Path(source.name).expanduser().resolve().name if source.kind == "local" else source.name
+    model = source.result_name
     phase("reading the model's config and tokenizer")
     devices.check_device(settings.device)
     config = load.load_config(source, settings.trust_remote_code)
@@ -71,13 +77,13 @@ def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] =
         raise UserError(f"Blocks of {settings.length} tokens are longer than the window of {model}, {window} tokens.")
     tokenizer = load.load_tokenizer(source, settings.trust_remote_code)
     shape = ModelShape.of(config)
-    learner = _learner(settings, checked, config, shape)
+    learner = _make_learner(settings, checked, config, shape)
 
     phase("reading the texts")
     held_out = learner.held_out if settings.held_out is None else settings.held_out
-    steps = settings.steps * settings.accumulate * settings.batch_size * processes
-    most = steps if settings.blocks is None else min(steps, settings.blocks)
-    texts = read_texts(settings.data, own_texts(checked.policy), tokenizer, settings.length, settings.seed)
+    needed = settings.steps * settings.accumulate * settings.batch_size * processes
+    most = needed if settings.blocks is None else min(needed, settings.blocks)
+    texts = read_texts(settings.data, text_makers(checked.policy), tokenizer, settings.length, settings.seed)
     phase("cutting them into blocks")
     blocks = make_blocks(
         texts,
@@ -104,16 +110,16 @@ def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] =
         "data": blocks.sha256,
         "held_out": held_out,
         "processes": processes,
-        **{name: getattr(settings, name) for name in _AGREE},
+        **{name: getattr(settings, name) for name in _IDENTIFYING},
     }
-    return Plan(
+    return TrainPlan(
         settings=settings,
         checked=checked,
         source=source,
         model=model,
         sha256=sha256,
         shape=shape,
-        dtype=load.own_dtype(config) if settings.dtype == "auto" else settings.dtype,
+        dtype=load.resolve_dtype(config, settings.dtype),
         tokenizer=tokenizer,
         learner=learner,
         blocks=blocks,
@@ -123,19 +129,64 @@ def make_plan(settings: Settings, processes: int, phase: Callable[[str], None] =
     )
 
 
-_AGREE = (
-    *("steps", "budget", "window", "finetune", "lr", "model_lr", "length", "no_pack"),
-    *("batch_size", "accumulate", "seed", "dtype"),
-)
-"""Options that change what is trained; the device, the store and how often it is kept do not."""
+@dataclass
+class BlockOrder:
+    """The order in which a training sees its blocks: drawn anew for every epoch, the processes taking turns.
+
+    count: blocks to train on; rows: blocks in one forward pass; passes: forward passes of one process in one step;
+    processes: how many there are, and process: this one's number, from 0.
+    """
+
+    seed: int
+    count: int
+    rows: int
+    passes: int
+    processes: int
+    process: int
+    _epochs: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def per_step(self) -> int:
+        """Blocks of one step, all processes together."""
+        return self.rows * self.passes * self.processes
+
+    def batches(self, step: int) -> Iterator[list[int]]:
+        """The blocks of each forward pass of this process in a step."""
+        for number in range(self.passes):
+            first = step * self.per_step + (number * self.processes + self.process) * self.rows
+            yield [self.block(first + row) for row in range(self.rows)]
+
+    def block(self, index: int) -> int:
+        """The block that comes at an index of the whole training, counted from 0."""
+        epoch, within = divmod(index, self.count)
+        if epoch not in self._epochs:
+            order = list(range(self.count))
+            random.Random(derive_seed(self.seed, "order", epoch)).shuffle(order)
+            if len(self._epochs) > 1:  # a step may lie across two of them
+                self._epochs.pop(min(self._epochs))
+            self._epochs[epoch] = order
+        return self._epochs[epoch][within]
+
+    def blocks_seen(self, steps: int, at_least: int) -> list[int]:
+        """The blocks that so many steps see, ascending; the first `at_least` of the order are always among them."""
+        count = min(self.count, max(self.per_step * steps, at_least))
+        return sorted(self.block(index) for index in range(count))
 
 
-def _learner(settings: Settings, checked: Checked, config: Any, shape: ModelShape) -> Learner:
-    import torch
+def draw_budget(seed: int, step: int, name: str, budgets: Sequence[int]) -> int:
+    """The budget of one forward pass of a step. name: tells the pass from others in the same step."""
+    return random.Random(derive_seed(seed, "budget", step, name)).choice(list(budgets))
 
+
+def derive_seed(*parts: object) -> int:
+    """A seed of 63 bits made from numbers and words, the same on any machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def _make_learner(settings: TrainSettings, checked: Checked, config: Any, shape: ModelShape) -> Learner:
     torch.manual_seed(settings.seed)
-    maker: Any = checked.policy
-    learner = maker.learner(
+    policy: Any = checked.policy
+    learner = policy.learner(
         shape,
         Training(
             window=settings.window,
@@ -159,62 +210,3 @@ def _learner(settings: Settings, checked: Checked, config: Any, shape: ModelShap
     if not learner.finetune_only and not any(parameter.requires_grad for parameter in learner.parameters()):
         raise UserError(f"The learner of {name} has no parameters to train.")
     return learner
-
-
-def label_settings(chosen: registry.ChosenPolicy) -> dict[str, Any]:
-    """The policy's settings that differ from their defaults."""
-    default = chosen.policy.Config()
-    return {name: value for name, value in chosen.settings.items() if value != getattr(default, name)}
-
-
-@dataclass
-class Order:
-    """The blocks of every step. count: blocks to train on; rows: of one pass; passes: of one process in one step.
-
-    Blocks come in an order that is drawn anew for every time round; the processes take turns.
-    """
-
-    seed: int
-    count: int
-    rows: int
-    passes: int
-    processes: int
-    process: int
-    _orders: dict[int, list[int]] = field(default_factory=dict)
-
-    @property
-    def per_step(self) -> int:
-        """Blocks of one step, all processes together."""
-        return self.rows * self.passes * self.processes
-
-    def passes_of(self, step: int) -> Iterator[list[int]]:
-        """The blocks of each forward pass of this process in a step."""
-        for place in range(self.passes):
-            first = step * self.per_step + (place * self.processes + self.process) * self.rows
-            yield [self.block(first + row) for row in range(self.rows)]
-
-    def block(self, place: int) -> int:
-        """The block at a place of the whole training's order."""
-        time_round, place = divmod(place, self.count)
-        if time_round not in self._orders:
-            order = list(range(self.count))
-            random.Random(seed_of(self.seed, "order", time_round)).shuffle(order)
-            if len(self._orders) > 1:  # a step may lie across two of them
-                self._orders.pop(min(self._orders))
-            self._orders[time_round] = order
-        return self._orders[time_round][place]
-
-    def used(self, steps: int, at_least: int) -> list[int]:
-        """The blocks that so many steps see, all of the first `at_least` in order among them."""
-        places = min(self.count, max(self.per_step * steps, at_least))
-        return sorted(self.block(place) for place in range(places))
-
-
-def drawn(seed: int, step: int, name: str, budgets: Sequence[int]) -> int:
-    """The budget of one pass of a step."""
-    return random.Random(seed_of(seed, "budget", step, name)).choice(list(budgets))
-
-
-def seed_of(*parts: object) -> int:
-    """A seed of 63 bits for numbers and words, the same on any machine."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1

@@ -1,4 +1,4 @@
-"""`evictbench train`: from options to a folder of weights with its card, its log and its curves."""
+"""`evictbench train`: from options to a folder of weights with its card, log and curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,35 @@ from evictbench.errors import UserError
 from evictbench.models import load, machine, policy_weights
 from evictbench.store.files import write_json
 from evictbench.train import checkpoint
-from evictbench.train.plan import Plan, label_settings, make_plan
-from evictbench.train.settings import RECORD, Settings, check
+from evictbench.train.loop import Trained, Trainer, Watcher
+from evictbench.train.plan import TrainPlan, make_plan
+from evictbench.train.settings import RECORD, TrainSettings, check
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from evictbench.train.loop import Trained, Watcher
-
+CURVES = "curves.png"
 
 MODEL = "model"
-"""The folder, in a training's own, of the fine-tuned model."""
+"""The folder of the fine-tuned model, inside the training's own."""
+
+_NOT_CURVES = ("step", "tokens", "seconds", "budget")
+"""Entries of the log that are not drawn, and whose first and last values the card does not state."""
+
+_SMOOTHED_FROM = 50
+"""Steps up to which a curve is drawn as it is; a longer one gets its running mean on top."""
 
 _ENDS = 0.05
-"""Share of the steps, first and last, that the card's losses are means of."""
+"""The share of the steps at each end over which the card averages the losses."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training came to. record: the card's data, empty in all processes but the first; learned: the policy takes
-    the weights; before: it was finished already, and nothing was done."""
+    """The result of a training.
+
+    record: the card's data, empty in all processes but the first. learned: whether the policy takes weights. before:
+    whether the training was finished already, so that nothing was done.
+    """
 
     folder: Path
     record: Mapping[str, Any]
@@ -42,12 +51,14 @@ class Outcome:
     before: bool = False
 
 
-def train(settings: Settings, watch: Watcher) -> Outcome:
-    """Train what is not yet trained of a folder, and save it. Raises UserError for bad input, RunFailed for a loss that
-    is not a number."""
+def train(settings: TrainSettings, watch: Watcher) -> Outcome:
+    """Train, from the folder's last checkpoint if it has one, and save the weights; a finished training is left alone.
+
+    Raises UserError for bad input, RunFailed for a loss that is not a number.
+    """
     check(settings)
     accelerator = _accelerator(settings)
-    watch = watch if accelerator.is_main_process else _Unwatched()
+    watch = watch if accelerator.is_main_process else _NoWatcher()
     with _held(settings.out, accelerator):
         # One process cuts the texts into blocks, and the others find them there.
         with accelerator.main_process_first():
@@ -57,28 +68,61 @@ def train(settings: Settings, watch: Watcher) -> Outcome:
         watch.planned(plan)
         if finished is not None:
             return Outcome(settings.out, finished, plan.checked.policy.learned, before=True)
-        from evictbench.train.loop import Trainer
-
         trainer = Trainer(plan, accelerator, watch)
         trained = trainer.run()
         record: Mapping[str, Any] = {}
         if accelerator.is_main_process:
             watch.phase("saving")
-            record = _save(plan, trained, machine.device_of(trainer.model) if trainer.has_model else "cpu")
+            record = _save(plan, trained, machine.device_names(trainer.model) if trainer.has_model else "cpu")
         accelerator.wait_for_everyone()
         return Outcome(settings.out, record, plan.checked.policy.learned)
 
 
-class _Unwatched:
-    """In all processes but the first."""
+def plot_curves(lines: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
+    """Draw each number of the log over the steps, in a panel of its own. lines: of the log."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NOT_CURVES]
+    if not names:
+        return
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 2.6 * rows), squeeze=False)
+    for name, axis in zip(names, axes.flat, strict=False):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        steps, numbers = np.array([step for step, _ in points]), np.array([number for _, number in points])
+        window = len(numbers) // _SMOOTHED_FROM
+        axis.plot(steps, numbers, linewidth=0.8, alpha=0.35 if window > 1 else 1.0, color="tab:blue")
+        if window > 1:
+            mean = np.convolve(numbers, np.ones(window) / window, mode="valid")
+            axis.plot(steps[window - 1 :], mean, linewidth=1.5, color="tab:blue")
+        axis.set_title(name.replace("_", " "), fontsize=10)
+        axis.tick_params(labelsize=8)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel("step", fontsize=9)
+    figure.tight_layout()
+    unfinished = file.with_name(f".{file.name}-unfinished.png")
+    figure.savefig(unfinished, dpi=120)
+    plt.close(figure)
+    unfinished.replace(file)
+
+
+class _NoWatcher:
+    """The watcher of all processes but the first: it shows nothing."""
 
     def phase(self, text: str) -> None:
-        """Nobody hears."""
+        """Show nothing."""
 
     planned = collected = step = lambda self, *_: None
 
 
-def _accelerator(settings: Settings) -> Accelerator:
+def _accelerator(settings: TrainSettings) -> Accelerator:
     import torch
     from accelerate import Accelerator
 
@@ -109,13 +153,16 @@ def _held(out: Path, accelerator: Accelerator) -> Iterator[None]:
         lock.release()
 
 
-def _claim(out: Path, plan: Plan, accelerator: Accelerator) -> dict[str, Any] | None:
-    """Write down what this folder's training is of, or see that it is the same; the record if it is finished."""
+def _claim(out: Path, plan: TrainPlan, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Write the folder's record, or check that its training is the same; returns the card's data of a finished one.
+
+    Raises UserError where the folder holds another training.
+    """
     file = out / RECORD
     identity = json.loads(json.dumps(plan.identity, default=str))
     if file.is_file():
-        known = json.loads(file.read_text(encoding="utf-8"))["identity"]
-        differ = sorted(name for name in {*known, *identity} if known.get(name) != identity.get(name))
+        before = json.loads(file.read_text(encoding="utf-8"))["identity"]
+        differ = sorted(name for name in {*before, *identity} if before.get(name) != identity.get(name))
         if differ:
             raise UserError(
                 f"{out} holds a training that differs in {', '.join(differ)}: give the same options to go on with it, "
@@ -123,33 +170,32 @@ def _claim(out: Path, plan: Plan, accelerator: Accelerator) -> dict[str, Any] | 
             )
     elif accelerator.is_main_process:
         write_json(file, {"identity": identity, "commit": machine.commit(), **machine.versions()})
-    card = out / policy_weights.CONFIG
-    if not card.is_file():
+    if not (out / policy_weights.CONFIG).is_file():
         return None
-    found: dict[str, Any] = json.loads(card.read_text(encoding="utf-8"))
-    return found
+    card: dict[str, Any] = json.loads((out / policy_weights.CONFIG).read_text(encoding="utf-8"))
+    return card
 
 
-def _save(plan: Plan, trained: Trained, device: str) -> dict[str, Any]:
-    """Weights, card, curves, and the fine-tuned model where there is one; the card's data."""
+def _save(plan: TrainPlan, trained: Trained, device: str) -> dict[str, Any]:
+    """Write weights, card, curves, and the fine-tuned model where there is one; returns the card's data."""
     settings, learner, checked = plan.settings, plan.learner, plan.checked
     out = settings.out
     lines = checkpoint.read_log(out)
-    plot(lines, out / NAME, f"{checked.chosen.label} on {plan.model}")
+    plot_curves(lines, out / CURVES, f"{checked.chosen.label} on {plan.model}")
     finetuned = {}
-    if trained.pupil is not None:
+    if trained.student is not None:
         finetuned = {"finetuned": {"sha256": _save_model(plan, trained), "folder": MODEL}}
-    own = dict(learner.card())
-    notes = list(own.pop("notes", []))
+    learner_card = dict(learner.card())
+    notes = list(learner_card.pop("notes", []))
     card = {
-        "settings": checked.chosen.settings | {"window": settings.window} | _recipe(checked.recipe),
-        "changed_settings": label_settings(checked.chosen),
+        "settings": checked.chosen.settings | {"window": settings.window} | asdict(checked.recipe),
+        "changed_settings": checked.chosen.changed_settings,
         "transferable": bool(checked.policy.transferable),
         "base_model": {"name": plan.model, "sha256": plan.sha256, "shape": policy_weights.shape_data(plan.shape)},
         **finetuned,
-        "training": _training(plan, trained, lines, device),
+        "training": _training_record(plan, trained, lines, device),
         "calibration": dict(trained.calibration),
-        **own,
+        **learner_card,
         "notes": notes,
     }
     half = settings.weights_dtype == "float16"
@@ -159,17 +205,11 @@ def _save(plan: Plan, trained: Trained, device: str) -> dict[str, Any]:
     return {"policy": name, "variant": variant, **card}
 
 
-def _recipe(recipe: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(recipe)
-
-
-def _training(plan: Plan, trained: Trained, lines: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """How the weights were made, and what the log began and ended with."""
+def _training_record(plan: TrainPlan, trained: Trained, lines: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    """The card's part about the training: how the weights were made, and the log's first and last numbers."""
     settings = plan.settings
     ends = max(1, round(_ENDS * len(lines)))
-    reached = [name for name in lines[-1] if name not in ("step", "tokens", "seconds", "budget", "lr")] if lines else []
+    averaged = [name for name in lines[-1] if name not in (*_NOT_CURVES, "lr")] if lines else []
     processes = plan.identity["processes"]
     return {
         "data": list(plan.names),
@@ -193,8 +233,8 @@ def _training(plan: Plan, trained: Trained, lines: list[dict[str, Any]], device:
         "dtype": settings.dtype,
         "device": device,
         "processes": processes,
-        "first": {name: _mean(lines[:ends], name) for name in reached},
-        "last": {name: _mean(lines[-ends:], name) for name in reached},
+        "first": {name: _mean(lines[:ends], name) for name in averaged},
+        "last": {name: _mean(lines[-ends:], name) for name in averaged},
         "held_out": dict(trained.held_out),
         "finished": time.strftime("%Y-%m-%d", time.gmtime()),
         **machine.versions(),
@@ -207,14 +247,14 @@ def _mean(lines: list[dict[str, Any]], name: str) -> float | None:
     return fmean(numbers) if numbers else None
 
 
-def _save_model(plan: Plan, trained: Trained) -> str:
-    """Write the fine-tuned model beside the weights, in the base model's dtype; what names it in a fingerprint."""
+def _save_model(plan: TrainPlan, trained: Trained) -> str:
+    """Write the fine-tuned model beside the weights, in the base model's dtype; returns its `weights_hash`."""
     from transformers.utils import logging
 
-    assert trained.pupil is not None
+    assert trained.student is not None
     assert trained.state is not None
     folder = plan.settings.out / MODEL
-    model = trained.pupil.model
+    model = trained.student.model
     base = load.load_config(plan.source, plan.settings.trust_remote_code)
     dtype = getattr(base, "dtype", None) or model.dtype
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in trained.state.items()}
@@ -224,45 +264,3 @@ def _save_model(plan: Plan, trained: Trained) -> str:
     logging.enable_progress_bar()
     plan.tokenizer.save_pretrained(folder)
     return load.weights_hash(load.resolve(str(folder.absolute())))
-
-
-NAME = "curves.png"
-
-_NOT_SHOWN = ("step", "tokens", "seconds", "budget")
-_SMOOTHED_OVER = 50
-"""Steps up to which a curve is drawn as it is; a longer one gets its running mean on top."""
-
-
-def plot(lines: Sequence[dict[str, Any]], file: Path, title: str) -> None:
-    """One panel for each number that the log's lines carry, over the steps."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    names = [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NOT_SHOWN]
-    if not names:
-        return
-    columns = min(3, len(names))
-    height = -(-len(names) // columns)
-    figure, axes = plt.subplots(height, columns, figsize=(4 * columns, 2.6 * height), squeeze=False)
-    for name, axis in zip(names, axes.flat, strict=False):
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        steps, numbers = np.array([step for step, _ in points]), np.array([number for _, number in points])
-        window = len(numbers) // _SMOOTHED_OVER
-        axis.plot(steps, numbers, linewidth=0.8, alpha=0.35 if window > 1 else 1.0, color="tab:blue")
-        if window > 1:
-            mean = np.convolve(numbers, np.ones(window) / window, mode="valid")
-            axis.plot(steps[window - 1 :], mean, linewidth=1.5, color="tab:blue")
-        axis.set_title(name.replace("_", " "), fontsize=10)
-        axis.tick_params(labelsize=8)
-    for axis in axes.flat[len(names) :]:
-        axis.set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    figure.supxlabel("step", fontsize=9)
-    figure.tight_layout()
-    unfinished = file.with_name(f".{file.name}-unfinished.png")
-    figure.savefig(unfinished, dpi=120)
-    plt.close(figure)
-    unfinished.replace(file)

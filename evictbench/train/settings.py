@@ -1,4 +1,4 @@
-"""The options of `evictbench train`, and the checks that need no model: names, numbers, words, folders."""
+"""The options of `evictbench train`, and the checks that need no model: names, numbers, choices, folders."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
-from evictbench.errors import UserError
+from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import CHOICES
-from evictbench.policy.base import NoSettings, Policy
+from evictbench.models import bundled
+from evictbench.policy.base import BasePolicy, NoSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RECORD = "train.json"
-"""The file that says what a folder's training is of."""
+"""The file that says which training a folder holds."""
 
-BLOCKS, STORE = MADE_FIRST = ("blocks", "store")
-"""What may be in a folder before its record is: a training that was stopped early, or another process of this one."""
+BLOCKS, STORE = "blocks", "store"
+"""Folders of blocks and features. They may be there before the record is: from a training that was stopped early, or
+from another process of this one."""
 
 WEIGHTS_DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """The options of `evictbench train`, as given.
 
-    batch_size: blocks in one forward pass of one process; accumulate: such passes to a step. blocks: at most so many
-    are made of the data; None: as many as the steps can use. store: where features are kept; None: under `out`.
+    batch_size: blocks in one forward pass of one process; accumulate: forward passes to a step. blocks: how many are
+    made of the data at most; None: as many as the steps can use. held_out: None is the learner's own number. store:
+    the folder of features; None: one in `out`.
     """
 
     policy: str
     data: tuple[str, ...]
     out: Path
-    model: str = "smollm2"
+    model: str = bundled.NAME
     steps: int = 1000
     budget: str = "256"
     window: int = 32
@@ -63,13 +66,13 @@ class Checked:
     """What the names and numbers of a training stand for."""
 
     chosen: registry.ChosenPolicy
-    policy: Policy
+    policy: BasePolicy
     recipe: Any
     budgets: tuple[int, ...]
 
 
-def check(settings: Settings) -> Checked:
-    """Look up every name and check every number, word and path; UserError for the first that cannot be."""
+def check(settings: TrainSettings) -> Checked:
+    """Look up every name and check every number, choice and path; raises UserError for the first that is wrong."""
     chosen = registry.parse_policy(settings.policy)
     policy = chosen.policy(chosen.config)
     if not hasattr(policy, "learner"):
@@ -79,30 +82,30 @@ def check(settings: Settings) -> Checked:
     )
     budgets = _budgets(settings)
     _check_numbers(settings)
-    _check_data(settings.data, own_texts(policy))
+    _check_data(settings.data, text_makers(policy))
     _check_out(settings)
     return Checked(chosen, policy, recipe, budgets)
 
 
-def own_texts(policy: Policy) -> Mapping[str, str]:
-    """The training texts that a policy brings: name to "module:function"."""
-    texts: Mapping[str, str] = getattr(policy, "texts", {})
-    return texts
+def text_makers(policy: BasePolicy) -> Mapping[str, str]:
+    """The makers of the training texts that a policy brings: name to "module:function"."""
+    makers: Mapping[str, str] = getattr(policy, "texts", {})
+    return makers
 
 
-def _budgets(settings: Settings) -> tuple[int, ...]:
+def _budgets(settings: TrainSettings) -> tuple[int, ...]:
     budgets = []
-    for word in settings.budget.split(","):
-        if not (word.strip().isascii() and word.strip().isdigit()):
-            raise UserError(f"--budget takes numbers of entries (256, or 256,512), and not {word.strip()!r}.")
-        budgets.append(int(word))
+    for text in settings.budget.split(","):
+        if not (text.strip().isascii() and text.strip().isdigit()):
+            raise UserError(f"--budget takes numbers of entries (256, or 256,512), and not {text.strip()!r}.")
+        budgets.append(int(text))
     least = min(budgets)
     if least <= settings.window:
         raise UserError(f"A budget of {least} entries leaves none to choose beside a window of {settings.window}.")
     return tuple(budgets)
 
 
-def _check_numbers(settings: Settings) -> None:
+def _check_numbers(settings: TrainSettings) -> None:
     for name in ("steps", "length", "batch_size", "accumulate", "save_every", "blocks"):
         value = getattr(settings, name)
         if value is not None and value < 1:
@@ -115,30 +118,30 @@ def _check_numbers(settings: Settings) -> None:
         value = getattr(settings, name)
         if not 0 < value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value:g}; it has to be above 0 and below 1.")
-    for name, words in (("dtype", CHOICES["dtype"]), ("weights_dtype", WEIGHTS_DTYPES)):
-        if getattr(settings, name) not in words:
-            raise registry.unknown("value", getattr(settings, name), words, f" of --{name.replace('_', '-')}")
+    for name, choices in (("dtype", CHOICES["dtype"]), ("weights_dtype", WEIGHTS_DTYPES)):
+        if getattr(settings, name) not in choices:
+            raise unknown("value", getattr(settings, name), choices, f" of --{name.replace('_', '-')}")
     if settings.no_pack and settings.batch_size > 1:
         raise UserError(
             "Texts left as they are (--no-pack) go one at a time: --batch-size 1; --accumulate adds them up."
         )
 
 
-def _check_data(names: tuple[str, ...], own: Mapping[str, str]) -> None:
+def _check_data(names: tuple[str, ...], makers: Mapping[str, str]) -> None:
     if not names:
         raise UserError("There is nothing to train on: name files, folders or a hub dataset with --data.")
     for name in names:
         path = Path(name).expanduser()
-        if name in own or path.exists():
+        if name in makers or path.exists():
             continue
         if name.startswith((".", "~", "/")) or name.count("/") != 1 or path.suffix in (".jsonl", ".json", ".txt"):
-            known = f" and not one of {', '.join(own)}" if own else ""
+            known = f" and not one of {', '.join(makers)}" if makers else ""
             raise UserError(
                 f"There is no file or folder {name} (--data){known}, and it is no hub dataset (owner/name)."
             )
 
 
-def _check_out(settings: Settings) -> None:
+def _check_out(settings: TrainSettings) -> None:
     out = settings.out
     parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not parent.is_dir():
@@ -146,6 +149,8 @@ def _check_out(settings: Settings) -> None:
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"A training cannot be written to {out}: no permission in {parent}.")
     if out.is_dir():
-        foreign = sorted(path.name for path in out.iterdir() if path.name[0] != "." and path.name not in MADE_FIRST)
+        foreign = sorted(
+            path.name for path in out.iterdir() if path.name[0] != "." and path.name not in (BLOCKS, STORE)
+        )
         if foreign and not (out / RECORD).is_file():
             raise UserError(f"{out} is not a folder of an evictbench training (it holds {foreign[0]}): name another.")

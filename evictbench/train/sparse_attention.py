@@ -1,14 +1,12 @@
-"""Attention of a sparse student in training: each query sees the keys that a policy would have kept for it.
+"""Sparse attention in training: each query sees the keys that a policy would have kept for it.
 
-A key is seen by its own query and later ones up to its deadline: the first query that no longer sees it. A dropped
-entry never returns, so one number a key says everything, and no mask of shape [S, S] is ever held. Gradients reach
-queries, keys, values and penalties. Plain torch works in tiles of queries; on CUDA, FlexAttention does the same in one
-kernel.
+A key is seen by its own query and later ones up to its expiry, the first query that no longer sees it. An evicted
+entry never returns, so one number a key is enough, and no mask of shape [S, S] is ever held. Gradients reach queries,
+keys, values and penalties. Plain torch works in tiles of queries; on CUDA, FlexAttention does it in one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,60 +24,54 @@ if TYPE_CHECKING:
 TILE = 256
 """Queries attended at a time in plain torch."""
 
-DenseAttention = Callable[[int, nn.Module, Tensor, Tensor, Tensor, float], "Tensor | None"]
-"""What a forward pass without a cache takes as `dense_attention`: layer, module, rotated query `[rows, heads, S,
-head_dim]`, key and value `[rows, kv_heads, S, head_dim]`, scaling; gives the output `[rows, heads, S, head_dim]`, or
-None for plain causal attention."""
-
 
 def attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
-    """Attention of query `[rows, heads, S, head_dim]` over the visible of key and value `[rows, kv_heads, S,
-    head_dim]`; returns `[rows, heads, S, head_dim]`."""
+    """The output `[rows, heads, S, head_dim]` of query `[rows, heads, S, head_dim]` over the visible ones of key and
+    value `[rows, kv_heads, S, head_dim]`."""
     query, key = _with_moved_sinks(query, key, visible)
     if query.is_cuda:
         return _flex(query, key, value, visible, scaling)
     return _tiled(query, key, value, visible, scaling)
 
 
-class Following:
-    """`dense_attention` for one pass of a student: its learner says what is visible, once a layer.
+class StudentAttention:
+    """The `dense_attention` of one forward pass of a student, which says once a layer what is visible.
 
     A checkpointed layer attends twice, the second time from its recomputed activations; the first answer stands.
     """
 
     def __init__(self, student: Student) -> None:
         self.student = student
-        self.known: dict[int, Visible] = {}
+        self.visible: dict[int, Visible] = {}
 
     def __call__(
         self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         """The output of one layer."""
-        if layer not in self.known:
+        if layer not in self.visible:
             with torch.no_grad():
-                seen = query.detach(), key.detach(), value.detach()
-                self.known[layer] = self.student.visible(layer, module, *seen)
-        return attend_visible(query, key, value, self.known[layer], scaling)
+                self.visible[layer] = self.student.visible(layer, module, query.detach(), key.detach(), value.detach())
+        return attend_visible(query, key, value, self.visible[layer], scaling)
 
     def features(self) -> Features | None:
-        """What the learner kept of the pass for its loss."""
+        """The tensors that the learner's loss needs of the pass; None if it needs none."""
         return self.student.features()
 
 
 def _with_moved_sinks(query: Tensor, key: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
-    """Queries and keys of twice the width whose products have the sinks at their in-cache distance.
+    """Queries and keys of twice the width, whose products have the sinks at their in-cache distance.
 
-    The first half holds the queries as they are, against all keys but the sinks; the second the queries turned back,
-    against the sinks alone.
+    The first half holds the queries as they are, against all keys but the sinks. The second half holds the queries
+    rotated back, against the sinks alone.
     """
     if not visible.sinks or visible.shift is None:
         return query, key
     assert visible.inv_freq is not None
-    turned = rotate(query, -visible.shift[None, None], visible.inv_freq)
+    unrotated = rotate(query, -visible.shift[None, None], visible.inv_freq)
     is_sink = torch.arange(key.shape[2], device=key.device)[:, None] < visible.sinks
     zero = key.new_zeros(())
     return (
-        torch.cat([query, turned], dim=-1),
+        torch.cat([query, unrotated], dim=-1),
         torch.cat([torch.where(is_sink, zero, key), torch.where(is_sink, key, zero)], dim=-1),
     )
 
@@ -91,12 +83,12 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling:
     outputs = []
     for start in range(0, length, TILE):
         end = min(start + TILE, length)
-        asking, held = positions[start:end, None], positions[:end]
-        alive = asking < visible.deadlines[:, :, None, :end]
-        seen = (held <= asking) & (alive | (held == asking))
+        queries, keys = positions[start:end, None], positions[:end]
+        kept = queries < visible.expiry[:, :, None, :end]
+        seen = (keys <= queries) & (kept | (keys == queries))
         bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         if visible.penalty is not None:
-            late = asking - held > visible.window
+            late = queries - keys > visible.window
             bias = bias + late * visible.penalty[:, :, None, :end].to(query.dtype)
         bias = bias.masked_fill(~seen, -torch.inf)
         bias = bias.expand(rows, kv_heads, -1, -1).repeat_interleave(heads // kv_heads, dim=1)
@@ -114,17 +106,17 @@ def _tiled(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scaling: float) -> Tensor:
-    """The same in one kernel. The deadlines are read inside it; only blocks beyond the diagonal are skipped."""
+    """`_tiled` in one kernel, which reads the expiry itself. Only blocks beyond the diagonal are skipped."""
     length = query.shape[2]
-    group, shared = query.shape[1] // key.shape[1], visible.deadlines.shape[1] == 1
-    deadlines, penalty, window = visible.deadlines.contiguous(), visible.penalty, visible.window
+    group, shared = query.shape[1] // key.shape[1], visible.expiry.shape[1] == 1
+    expiry, penalty, window = visible.expiry.contiguous(), visible.penalty, visible.window
 
-    def score(logit: Tensor, row: Tensor, head: Tensor, asking: Tensor, held: Tensor) -> Tensor:
-        kept = 0 if shared else head // group
+    def score(logit: Tensor, row: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        kv_head = 0 if shared else head // group
         if penalty is not None:
-            logit = torch.where(asking - held > window, logit + penalty[row, kept, held], logit)
-        alive = (asking < deadlines[row, kept, held]) | (asking == held)
-        return torch.where(alive, logit, -torch.inf)
+            logit = torch.where(q - k > window, logit + penalty[row, kv_head, k], logit)
+        seen = (q < expiry[row, kv_head, k]) | (q == k)
+        return torch.where(seen, logit, -torch.inf)
 
     output = _compiled(query.is_cuda)(
         query,
@@ -150,4 +142,4 @@ def _compiled(fused: bool) -> Any:
 def _causal_blocks(length: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(lambda row, head, asking, held: asking >= held, None, None, length, length, device)
+    return create_block_mask(lambda row, head, q, k: q >= k, None, None, length, length, device)

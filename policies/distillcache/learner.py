@@ -1,5 +1,7 @@
-"""What both trainings of DistillCache share: the ranker, how it begins, and what its card says. See `reinforce` and
-`supervised` for what each learns from."""
+"""The part that both trainings of DistillCache share: the ranker, its first weights, and its card.
+
+`reinforce` and `supervised` say what each learns from.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ from .recipe import Recipe
 
 
 class RankerLearner(Learner):
-    """The ranker in training. Budgets are shares of the tokens seen: --budget, of a text of --length tokens.
+    """The ranker in training. A budget is trained as the share that it is of --length, of the tokens seen.
 
-    fresh: its weights are new, and its inputs' standardisation is to be set.
+    fresh: whether its weights are new, so that the standardisation of its inputs is still to be set. started_from: the
+    hash of the weights that it started from, for the card.
     """
 
     held_out: ClassVar[int] = 8
@@ -42,32 +45,32 @@ class RankerLearner(Learner):
             )
         self.ranker = Ranker()
         self.fresh = self.recipe.start is None
-        self.began_with: dict[str, str] = {}
+        self.started_from: dict[str, str] = {}
         if self.recipe.start is not None:
             start = policy_weights.load(self.recipe.start)
             if start.card["policy"] != "distillcache" or set(start.tensors) != set(self.ranker.state_dict()):
                 raise UserError(f"{self.recipe.start} holds no ranker of distillcache to begin with.")
             self.ranker.load_state_dict({name: tensor.float() for name, tensor in start.tensors.items()})
-            self.began_with = {"start": start.sha256}
+            self.started_from = {"start": start.sha256}
 
     @property
     def device(self) -> torch.device:
-        """Where it is trained."""
+        """The device of the ranker."""
         return self.ranker.shift.device
 
     def share(self, budget: int) -> Budget:
-        """The share of the tokens seen that a budget stands for."""
+        """The share of the tokens seen that a budget in entries is trained as."""
         return Budget(share=max(1, round(budget / self.length * PARTS)) / PARTS)
 
     def export(self) -> dict[str, Tensor]:
-        """The ranker's tensors."""
+        """The ranker's tensors, by name."""
         return {name: tensor.detach() for name, tensor in self.ranker.state_dict().items()}
 
     def card(self) -> Mapping[str, Any]:
-        """How it was trained; weights that it began with are named by their hash."""
+        """How it was trained; weights that it started from are named by their hash."""
         shares = ", ".join(str(self.share(budget)) for budget in self.budgets)
         return {
-            "settings": {**asdict(self.recipe), **{"start": None}, **self.began_with},
+            "settings": {**asdict(self.recipe), **{"start": None}, **self.started_from},
             "parameters": sum(parameter.numel() for parameter in self.ranker.parameters()),
             "notes": [
                 *self.notes(),

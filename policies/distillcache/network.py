@@ -1,4 +1,4 @@
-"""The ranker: a small network that scores an entry from its five numbers."""
+"""The ranker: a small network that scores a cache entry by its five features."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor, nn
 WIDTH = 128
 
 _LEAST = (1e-8, 1e-6, 1e-14)
-"""Added to alpha, norm and sigma before their logarithms are taken; far below what a head's attention comes to."""
+"""Added to alpha, norm and sigma before their logarithms are taken; far below the attention of a head."""
 
 
 class Ranker(nn.Module):
-    """Five numbers to a score: standardised, then 5 -> 128 -> 128 -> 1 with a LayerNorm and a ReLU after each of the
+    """Maps five standardised features to a score, 5 -> 128 -> 128 -> 1, with a LayerNorm and a ReLU after each of the
     two layers of `width` units.
 
-    alpha, norm and sigma span orders of magnitude, and their logarithms are taken first. shift and scale are those of
-    the training's features (`measure`), so that a model with longer values or texts brings them to the same range.
+    alpha, norm and sigma span orders of magnitude, so their logarithms are taken first. shift and scale `[5]` are set
+    from the training's features (`measure`), which brings a model with longer values or texts to the same range.
 
     The paper (arXiv 2608.08878, appendix D) has "a two-layer MLP with 128 hidden units, ReLU activations, and
-    LayerNorm", of about 200,000 parameters; these widths come to 17,921. Where its LayerNorm stands is open; over the
-    five numbers themselves it would take away how large they are together.
+    LayerNorm", of about 200,000 parameters; these widths have 17,921. It does not say where the LayerNorm stands; over
+    the five features themselves it would remove their common size.
     """
 
     shift: Tensor
@@ -42,20 +42,20 @@ class Ranker(nn.Module):
 
     @torch.no_grad()
     def measure(self, features: Tensor) -> None:
-        """Take shift and scale from the features `[.., 5]` of some texts."""
+        """Set shift and scale to the mean and deviation of the features `[.., 5]` of some texts."""
         prepared = prepare(features.to(self.shift)).reshape(-1, 5)
         self.shift.copy_(prepared.mean(0))
         self.scale.copy_(prepared.std(0, correction=0).clamp(min=1e-3))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Scores `[..]` of features `[.., 5]`; higher is kept."""
+        """The scores `[..]` of features `[.., 5]`; the entries with the highest are kept."""
         prepared = (prepare(features) - self.shift) / self.scale
         scores: Tensor = self.layers(prepared.to(self.shift.dtype))
         return scores[..., 0]
 
 
 def prepare(features: Tensor) -> Tensor:
-    """The logarithms of alpha, norm and sigma, and entropy and place as they are: `[.., 5]`."""
-    # Number by number: a tensor of constants would be a copy to the device at every step.
+    """The features `[.., 5]` with the logarithms of alpha, norm and sigma; entropy and place are unchanged."""
+    # Feature by feature: a tensor of constants would be a copy to the device at every step.
     logs = [(features[..., index] + least).log() for index, least in enumerate(_LEAST)]
     return torch.cat((torch.stack(logs, dim=-1), features[..., 3:]), dim=-1)

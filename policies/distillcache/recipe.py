@@ -1,4 +1,4 @@
-"""What DistillCache's training can be told (`evictbench train --policy distillcache --recipe method=supervised`)."""
+"""The settings of DistillCache's training (`evictbench train --policy distillcache --recipe method=supervised`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from evictbench.errors import UserError
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the ranker is trained. Budgets are shares: --budget, of a text of --length tokens, is the share of the tokens
-    seen that is kept; --window plays no part.
+    """How the ranker is trained. Budgets are shares: --budget in relation to --length is the share of the tokens seen
+    that is kept. --window is not used.
 
     method: "reinforce", by the divergence that its choices cause; "supervised", by what the dense run attends to later.
-    start: a folder of weights to begin with; none: from fresh ones.
-    horizon: tokens that a text goes on for after its prompt, one decision each. gamma: the discount of rewards to come,
-    and of attention to come.
+    start: a folder of weights to start from; None: new ones. horizon: tokens of a text after its prompt, one decision
+    each. gamma: the discount of later rewards and of later attention.
 
-    reinforce: samples, rows of one text that each draw their sets; temperature: what scores are divided by when sets
-    are drawn; sampler: "gumbel", as published, or "poisson", which follows the law whose probability the gradient is
-    of; entropy: the weight of a choice's surprise; average: how slowly the moving average of returns forgets;
-    normalise: advantages are divided by their spread over a text's samples and choices, which is not in the paper.
+    For reinforce. samples: rows of one text that each draw their sets. temperature: divides the scores when sets are
+    drawn. sampler: "gumbel", as published, or "poisson", which draws from the distribution whose log-probability has
+    the gradient. entropy: the weight of a choice's surprise. average: the share that the moving average of returns
+    keeps at each update. normalise: divide advantages by their spread over a text's samples and choices, which is not
+    in the paper.
 
-    supervised: target, "importance", the regression of the logarithm of later attention, or "set", the likelihood of
-    the teacher's best set under the law; cuts: of each text; every: steps between the decisions that are looked at.
+    For supervised. target: "importance", the regression of the logarithm of later attention, or "set", the likelihood
+    of the teacher's best set. cuts: prompts cut from each text. every: steps between two decisions that are used.
     """
 
     method: Literal["reinforce", "supervised"] = "reinforce"

@@ -1,4 +1,4 @@
-"""DMS: a gate decides token by token, and a token that it marks is dropped when it leaves the window."""
+"""DMS: a gate marks single tokens, and a marked token is evicted when it leaves the window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Arriving, ModelShape, Policy
+from evictbench.policy import ModelShape, NewEntries, RaggedPolicy
+from evictbench.policy.plot_style import DASH_DOT, PlotStyle
 
 from .allotment import OFF, Calibration
 from .gate import BorrowedGate, SeparateGate
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.models.policy_weights import Weights
-    from evictbench.policy import Tap
+    from evictbench.policy import Activation
     from evictbench.policy.learner import Learner, Training
 
 
 @dataclass(frozen=True)
 class Settings:
-    """window: a marked token at t is seen by the queries up to t + window. sinks: first positions that no mark touches.
-    gate: "separate" (trained weights beside a frozen model), "borrowed" (a channel of the queries of a model that was
-    trained so); auto: borrowed where the model's config has a `dms_window_size`. alpha_per: decisions for each KV head,
-    or one for all heads of a layer. None: as the model's config or the weights' card has it.
+    """window: a marked token at t is seen by the queries up to t + window. sinks: first positions, never evicted. gate:
+    "separate" (trained weights beside a frozen model), "borrowed" (a channel of the queries of a model that was trained
+    so), or "auto": borrowed where the model's config has a `dms_window_size`. alpha_per: each KV "head" decides
+    for itself, or all heads of a "layer" together. None: the value of the model's config or the weights' card.
     """
 
     window: int | None = None
@@ -42,27 +43,26 @@ class Settings:
             raise UserError(f"dms: sinks must be 0 or more, not {self.sinks}.")
 
 
-class DMS(Policy):
+class DMS(RaggedPolicy):
     """Łańcucki et al., arXiv 2506.05345 (NeurIPS 2025), and the authors' inference code (Model-Optimizer, dms).
 
     The logit z read at token t + 1 governs token t: z > threshold marks it, and a marked entry is seen by queries up to
-    t + window and by none after them; its slot then takes a new entry. Heads keep as many entries as they want, in the
-    prompt as in decode. Nothing else is protected, unless `sinks` says so.
+    t + window and by none after them; its slot then takes a new entry. Each head keeps as many entries as it does not
+    mark, in the prompt and in decode. Only the window and `sinks` first positions are protected.
 
-    Deviations: the threshold is 0 as published only for a budget of the share that the model was trained for. Another
-    budget moves it, by the calibration in the weights' card, so that one gate serves many shares; it is aimed at the
-    length of each row's prompt. The official cache stores blocks of 256 entries, this one pages of 16. A budget of the
-    whole text switches eviction off; a borrowed channel is zeroed even then.
+    Deviations: the threshold is 0, as published, only for a budget of the share that the model was trained for. Another
+    budget moves it, by the calibration in the weights' card, so that one gate serves many shares; the threshold is
+    chosen for the length of each row's prompt. The official cache stores blocks of 256 entries, this one pages of 16. A
+    budget of the whole text switches eviction off; a borrowed channel is zeroed even then.
     """
 
     name = "dms"
     summary = "a trained gate marks tokens, which are dropped when they leave the window; heads differ in length"
     paper = "arXiv 2506.05345"
+    plot_style = PlotStyle("#b62703", "v", DASH_DOT, place=7)
     Config = Settings
     Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
-    ragged = True
-    decides_late = True
     learned = True
 
     def __init__(self, config: Any = None) -> None:
@@ -72,21 +72,21 @@ class DMS(Policy):
         self._alpha_per: Literal["head", "layer"] | None = self.config.alpha_per
         self._calibration: Calibration | None = None
         self._gate: SeparateGate | BorrowedGate | None = None
-        self._on: dict[torch.device, SeparateGate] = {}
+        self._gate_on: dict[torch.device, SeparateGate] = {}
 
     @property
-    def guarded(self) -> bool:
-        """The budget is aimed at and not enforced: a row stands at what it was measured to keep."""
+    def enforces_budget(self) -> bool:
+        """False: a budget sets the threshold, and a row holds what the gate then keeps."""
         return False
 
     @property
     def sinks(self) -> int:
-        """The first positions, never evicted."""
+        """How many first positions are never evicted."""
         return self._sinks or 0
 
     @property
     def reach(self) -> int:
-        """The window: a marked token at t is seen by queries up to t + reach."""
+        """The window: a marked token at t is seen by queries up to t + reach. UserError: there is none."""
         if self._window is None:
             raise UserError("dms has no window: the model's config names none, so give one, as in dms:window=256.")
         return self._window
@@ -97,16 +97,16 @@ class DMS(Policy):
         return self.config.gate == "borrowed" or isinstance(self._gate, BorrowedGate)
 
     @property
-    def taps(self) -> frozenset[Tap]:
-        """A layer's input for the separate gate, its queries before rotation for the borrowed one."""
+    def hooks(self) -> frozenset[Activation]:
+        """The activation that the gate reads: a layer's input if separate, its queries before rotation if borrowed."""
         return frozenset({"pre_rope_queries"} if self.borrowed else {"residual"})
 
     def minimum_budget(self, shape: ModelShape) -> int:
-        """Anything: what a share of the text comes to is checked against the calibration."""
+        """1: `allot` checks a budget against the calibration."""
         return 1
 
     def fit(self, config: Any) -> None:
-        """Window, gate and trained share of a checkpoint that was trained to borrow a channel."""
+        """Take window, gate and trained share from the config of a checkpoint that was trained to borrow a channel."""
         text = config.get_text_config(decoder=True)
         window = getattr(text, "dms_window_size", None)
         separate = self.config.gate == "separate" or getattr(text, "dms_separate_alpha", False)
@@ -123,12 +123,12 @@ class DMS(Policy):
             self._calibration = Calibration.published(float(ratio))
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
-        """Take the separate gate's `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`, and the
-        card's window, sinks and calibration where no setting says otherwise."""
+        """Take the separate gate's weight `[layers, kv_heads, hidden]` and bias `[layers, kv_heads]`, and the card's
+        window, sinks and calibration where the settings leave them open. UserError: the weights do not fit."""
         card: Mapping[str, Any] = {**weights.card, **(weights.card.get("settings") or {})}
         weight, bias = (weights.tensors.get(name) for name in ("weight", "bias"))
-        wanted = (shape.layers, shape.kv_heads)
-        if weight is None or bias is None or tuple(weight.shape[:2]) != wanted or tuple(bias.shape) != wanted:
+        expected = (shape.layers, shape.kv_heads)
+        if weight is None or bias is None or tuple(weight.shape[:2]) != expected or tuple(bias.shape) != expected:
             raise UserError(
                 f"The weights {weights.origin} are not a gate of {shape.layers} layers with {shape.kv_heads} KV heads."
             )
@@ -137,7 +137,7 @@ class DMS(Policy):
                 f"The weights {weights.origin} read hidden states of width {weight.shape[2]}, and this model's have "
                 f"{shape.hidden_size}."
             )
-        self._on = {}
+        self._gate_on = {}
         self._gate = SeparateGate(weight.float(), bias.float(), float(card.get("epsilon", 1e-6)))
         if self._window is None and card.get("window") is not None:
             self._window = int(card["window"])
@@ -149,13 +149,13 @@ class DMS(Policy):
             self._calibration = Calibration.of(weights.card["calibration"])
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
-        """Its trainable side, the separate gate."""
+        """The trainable side: the separate gate."""
         from .learner import DMSLearner
 
         return DMSLearner(shape, training)
 
     def allot(self, share: float, length: int) -> float:
-        """The threshold that keeps this share of a text of `length` tokens, by the calibration; OFF for all of it.
+        """The threshold that keeps a share of a text of `length` tokens, by the calibration; OFF for a share of 1.
 
         Raises UserError for a share that the calibration does not reach.
         """
@@ -168,8 +168,8 @@ class DMS(Policy):
             )
         return self._calibration.threshold(share, length, protected=self.sinks + self.reach + 1)
 
-    def read(self, layer: int, name: Tap, tensor: Tensor) -> Tensor:
-        """The gate's logits, `[rows, kv_heads, new]`."""
+    def read(self, layer: int, name: Activation, tensor: Tensor) -> Tensor:
+        """The gate's logits `[rows, kv_heads, new]` from a layer's activation. UserError: there are no weights."""
         if self._gate is None:
             raise UserError("dms with a separate gate needs trained weights (--weights), and has none.")
         if isinstance(self._gate, BorrowedGate):
@@ -177,52 +177,57 @@ class DMS(Policy):
         z = self._separate(self._gate, tensor.device).logits(layer, tensor)
         return z[:, :1].expand_as(z) if self._alpha_per == "layer" else z
 
-    def read_together(self, layers: Sequence[int], name: Tap, tensors: Sequence[Tensor]) -> Tensor:
-        """The same, `[layers, rows, kv_heads, 1]`: of the separate gate one product for all layers."""
+    def read_layers(self, layers: Sequence[int], name: Activation, tensors: Sequence[Tensor]) -> Tensor:
+        """`read` for one new token and several layers, `[layers, rows, kv_heads, 1]`; one product if separate."""
         if not isinstance(self._gate, SeparateGate):
-            return super().read_together(layers, name, tensors)
+            return super().read_layers(layers, name, tensors)
         import torch
 
         z = self._separate(self._gate, tensors[0].device).logits_of_layers(layers, torch.stack(list(tensors)))
         return z[:, :, :1].expand_as(z) if self._alpha_per == "layer" else z
 
     def _separate(self, gate: SeparateGate, device: torch.device) -> SeparateGate:
-        """The gate on a device."""
-        if device not in self._on:
-            self._on[device] = replace(gate, weight=gate.weight.to(device), bias=gate.bias.to(device))
-        return self._on[device]
+        """The separate gate on a device."""
+        if device not in self._gate_on:
+            self._gate_on[device] = replace(gate, weight=gate.weight.to(device), bias=gate.bias.to(device))
+        return self._gate_on[device]
 
     def before_rotation(self, queries: Tensor) -> Tensor | None:
-        """The borrowed channel is zeroed before the rotation."""
+        """The queries `[rows, tokens, heads, head_dim]` with the borrowed channel zeroed; None: unchanged."""
         return self._gate.without_channel(queries, heads_at=2) if isinstance(self._gate, BorrowedGate) else None
 
     def after_rotation(self, queries: Tensor) -> Tensor:
-        """And after it, because the rotation mixes channels."""
+        """The queries `[rows, heads, tokens, head_dim]` with the channel zeroed again: the rotation mixes channels."""
         return self._gate.without_channel(queries, heads_at=1) if isinstance(self._gate, BorrowedGate) else queries
 
-    def expiry(self, arriving: Arriving) -> Tensor:
-        """Each new token decides about the one before it; the last one's own mark is pending."""
-        assert arriving.read is not None
-        return governed(arriving.read > arriving.allotted[:, None, None], arriving.positions, self.sinks, self.reach)
+    def expiry(self, entries: NewEntries) -> Tensor:
+        """The expiry of the token before the new ones and of each new one, `[rows, kv_heads, 1 + new]`."""
+        assert entries.activation is not None
+        assert entries.threshold is not None
+        marks = entries.activation > entries.threshold[:, None, None]
+        return expiry_of_marks(marks, entries.positions, self.sinks, self.reach)
 
-    def expiry_together(self, arriving: Sequence[Arriving]) -> Tensor:
-        """The same for several layers."""
+    def expiry_of_layers(self, entries: Sequence[NewEntries]) -> Tensor:
+        """`expiry` for one new token and several layers, `[layers, rows, kv_heads, 2]`."""
         import torch
 
-        read, one = torch.stack([one.read for one in arriving if one.read is not None]), arriving[0]
-        return governed(read > one.allotted[:, None, None], one.positions, self.sinks, self.reach)
+        first = entries[0]
+        assert first.threshold is not None
+        logits = torch.stack([layer.activation for layer in entries if layer.activation is not None])
+        marks = logits > first.threshold[:, None, None]
+        return expiry_of_marks(marks, first.positions, self.sinks, self.reach)
 
 
-def governed(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tensor:
-    """Deadlines of marks that come one token late: `[rows, kv_heads, 1 + new]` int32, NEVER where nothing is marked.
+def expiry_of_marks(marks: Tensor, positions: Tensor, sinks: int, window: int) -> Tensor:
+    """The expiry of the token before the new ones and of each new one, `[rows, kv_heads, 1 + new]` int32.
 
-    marks: `[rows, kv_heads, new]` bool, of the tokens at positions `[rows, new]`, -1 for padding in front; where new is
-    1, of several layers if need be. The mark at position p governs the token at p - 1, which is seen by queries up to
-    p - 1 + window. The result's first item is that of the token before the new ones.
+    marks: `[rows, kv_heads, new]` bool, or `[layers, rows, kv_heads, 1]`. The mark at position p governs the token at
+    p - 1, which is then seen by queries up to p - 1 + window; without a mark the expiry is NEVER. positions: `[rows,
+    new]`, -1 for padding in front. sinks: first positions that no mark concerns.
     """
     import torch
 
-    from evictbench.cache.paged.pool import NEVER
+    from evictbench.policy import NEVER
 
     expires = torch.where(marks & (positions > sinks)[:, None], (positions + window)[:, None], NEVER).to(torch.int32)
     if positions.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""What threshold a budget comes to: shares of a text and the thresholds that were measured to keep them."""
+"""From a budget to a threshold: shares of a text, and the thresholds that were measured to keep them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ PUBLISHED = 0.0
 ROUNDING = 1e-9
 
 NEAR = 0.005
-"""A budget this near to the share that a checkpoint was trained for is that share."""
+"""A budget that differs by less from the share that a checkpoint was trained for counts as that share."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Thresholds and what they were measured to keep, from loose to tight.
+    """Thresholds and the shares that they were measured to keep, tightest first.
 
-    beyond: the share of the tokens that have left the window which are kept, which does not depend on a text's length;
-    shares: of all tokens that a query has seen, for texts of `length` tokens. trained: the one share that a checkpoint
-    was trained to, with no table.
+    beyond: for each threshold the kept share of the tokens that have left the window, which does not depend on a text's
+    length. trained: the one share that a checkpoint was trained for, if it has no table; beyond is empty then.
     """
 
     thresholds: tuple[float, ...]
@@ -37,12 +36,12 @@ class Calibration:
 
     @classmethod
     def published(cls, ratio: float) -> Calibration:
-        """Of a checkpoint that was trained to keep one entry in `ratio`, with the threshold PUBLISHED."""
+        """The calibration of a checkpoint that was trained to keep one entry in `ratio`, at the threshold PUBLISHED."""
         return cls((PUBLISHED,), (), 1 / ratio)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Calibration:
-        """From a card: equally long lists `thresholds` and `beyond`. UserError where they are not."""
+        """The calibration in a card. data: equally long lists `thresholds` and `beyond`; UserError if they are not."""
         thresholds, beyond = data.get("thresholds") or [], data.get("beyond") or []
         if not thresholds or len(thresholds) != len(beyond):
             raise UserError("The calibration in the weights' card has no thresholds, each with the share it keeps.")
@@ -53,11 +52,11 @@ class Calibration:
         return cls(tuple(threshold for _, threshold in rows), tuple(kept for kept, _ in rows))
 
     def threshold(self, share: float, length: int, protected: int) -> float:
-        """The threshold that keeps a share of a text of `length` tokens, where `protected` of them are always kept
-        (sinks, window, and the query's own).
+        """The threshold that keeps a share of a text of `length` tokens, `protected` of which are always kept (sinks,
+        window, and the query's own).
 
-        Between measured shares it is interpolated. A looser share than any measured gets the loosest threshold, which
-        keeps less than is allowed. UserError for a tighter one, or for another than the one trained for.
+        Between measured shares it is interpolated. A share above all measured ones gets the loosest threshold, which
+        keeps less than is allowed. UserError: the share is below all measured ones, or not the one trained for.
         """
         if self.trained is not None:
             if abs(share - self.trained) > NEAR:
@@ -68,19 +67,19 @@ class Calibration:
             return self.thresholds[0]
         if length <= protected:
             return self.thresholds[-1]
-        wanted = (share * length - protected) / (length - protected)
+        share_beyond = (share * length - protected) / (length - protected)
         least = self.beyond[0]
-        if wanted < least - ROUNDING:
+        if share_beyond < least - ROUNDING:
             floor = (protected + least * (length - protected)) / length
             raise UserError(
                 f"A budget of {share:.1%} of {length} tokens is less than dms keeps at its tightest calibrated "
                 f"threshold: {protected} protected entries and {least:.1%} of the others, {floor:.1%} in all."
             )
-        at = bisect_left(self.beyond, wanted)
-        if at >= len(self.beyond):
+        index = bisect_left(self.beyond, share_beyond)
+        if index >= len(self.beyond):
             return self.thresholds[-1]
-        if at == 0:
+        if index == 0:
             return self.thresholds[0]
-        low, high = self.beyond[at - 1], self.beyond[at]
-        part = (wanted - low) / (high - low)
-        return self.thresholds[at - 1] + part * (self.thresholds[at] - self.thresholds[at - 1])
+        low, high = self.beyond[index - 1], self.beyond[index]
+        fraction = (share_beyond - low) / (high - low)
+        return self.thresholds[index - 1] + fraction * (self.thresholds[index] - self.thresholds[index - 1])

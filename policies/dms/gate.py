@@ -1,7 +1,7 @@
-"""DMS's gates: the number that decides, per token and KV head, whether the token before it is evicted.
+"""DMS's gates: they decide, for each token and KV head, whether the token before it is evicted.
 
-Both give a logit z, and a decision z > threshold (0 as published). The logit read at token t + 1 governs token t
-(Łańcucki et al., arXiv 2506.05345, and the authors' training and inference code); `governing` does that shift for a
+Both give a logit z, and the decision is z > threshold (0 as published). The logit read at token t + 1 governs token t
+(Łańcucki et al., arXiv 2506.05345, and the authors' training and inference code); `governing` makes that shift for a
 whole sequence.
 """
 
@@ -20,14 +20,14 @@ OFFSET = 5.0
 
 
 def logits(raw: Tensor) -> Tensor:
-    """z of what a gate reads, float32 or wider."""
+    """The logits z, float32 or wider. raw: the number that a gate reads, of any shape."""
     return SCALE * _wide(raw) - OFFSET
 
 
 def governing(z: Tensor) -> Tensor:
-    """The logit that governs each token, `[..., tokens]`: the next token's, and 0 for the last, which has none yet.
+    """The logit that governs each token, `[..., tokens]`: the next token's, and 0 for the last token.
 
-    The last token lies inside any window, so that its 0 decides nothing.
+    z: `[..., tokens]`, as read. The last token lies inside any window, so that its 0 decides nothing.
     """
     import torch
 
@@ -36,11 +36,11 @@ def governing(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SeparateGate:
-    """A gate of its own beside a frozen model: RMSNorm of a layer's input, then one row of weights per KV head.
+    """A gate beside a frozen model: RMSNorm of a layer's input, then one row of weights for each KV head.
 
-    weight `[layers, kv_heads, hidden]`, bias `[layers, kv_heads]`, float32 or wider; all zero to begin with. The norm
-    has no gain, which the weight takes up. Deviation from the authors' code: the bias, which it does not have, so that
-    a gate trained on standardised inputs can be written as one on the inputs themselves.
+    weight `[layers, kv_heads, hidden]`, bias `[layers, kv_heads]`, float32 or wider; training starts at zero. The norm
+    has no gain, because the weight holds it. Deviation from the authors' code: the bias, which it does not have, so
+    that a gate trained on standardised inputs can be written as one on the inputs themselves.
     """
 
     weight: Tensor
@@ -56,8 +56,8 @@ class SeparateGate:
         return logits(linear(normed, weight, bias)).transpose(1, 2)
 
     def logits_of_layers(self, layers: Sequence[int], hidden: Tensor) -> Tensor:
-        """z `[layers, rows, kv_heads, tokens]` from the inputs of several layers, `[layers, rows, tokens, hidden]`, all
-        on one device with the gate."""
+        """z `[layers, rows, kv_heads, tokens]` from the inputs of several layers, `[layers, rows, tokens, hidden]`, on
+        the gate's device."""
         import torch
 
         weight, bias = self.weight, self.bias
@@ -72,9 +72,9 @@ class SeparateGate:
 class BorrowedGate:
     """A gate inside the queries: the last channel of the first query head of each KV head's group.
 
-    Read after the query norm and before rotation; the model was trained to do without it, so that it is zeroed
-    before the rotation and, since that mixes channels, again after it (`without_channel`). The group's other heads
-    and all keys keep theirs. shared: one decision for a layer, that of its first KV head.
+    It is read after the query norm and before rotation. The model was trained to work without that channel, which is
+    zeroed before the rotation and, because that mixes channels, again after it (`without_channel`). The group's other
+    heads and all keys keep theirs. shared: all heads of a layer follow the decision of its first KV head.
     """
 
     kv_heads: int
@@ -87,10 +87,10 @@ class BorrowedGate:
         return z[:, :1].expand_as(z) if self.shared else z
 
     def without_channel(self, queries: Tensor, heads_at: int) -> Tensor:
-        """The queries with the borrowed channel zeroed; heads_at: the dimension that runs over the heads.
+        """A copy of the queries with the borrowed channel zeroed. heads_at: the dimension that runs over the heads.
 
-        A new tensor: `[rows, tokens, heads, head_dim]` with heads_at 2 before rotation, `[rows, heads, tokens,
-        head_dim]` with heads_at 1 after it.
+        queries: `[rows, tokens, heads, head_dim]` with heads_at 2 before rotation, `[rows, heads, tokens, head_dim]`
+        with heads_at 1 after it.
         """
         group = queries.shape[heads_at] // self.kv_heads
         changed = queries.clone()
@@ -99,7 +99,7 @@ class BorrowedGate:
 
 
 def normalised(hidden: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm without a gain over the last dimension, float32 or wider."""
+    """Hidden states `[.., hidden]` after an RMSNorm without a gain, float32 or wider. epsilon: of the norm."""
     hidden = _wide(hidden)
     return hidden * (hidden.square().mean(-1, keepdim=True) + epsilon).rsqrt()
 

@@ -1,12 +1,13 @@
-"""DMS's training: a gate learns what a frozen model can do without, by imitating the model that sees everything.
+"""DMS's training: a gate learns what a frozen model can do without, by imitating the dense model.
 
 After Łańcucki et al. (arXiv 2506.05345) and the authors' recipe for a frozen model (Model-Optimizer, experimental/dms):
-beyond the window each key carries the log-probability of not being evicted, the loss is the divergence from the dense
-model and what the closed share falls short of its target, and the target rises with the steps.
+beyond the window each key's logit gets the log-probability of not being evicted; the loss is the divergence from the
+dense model plus the shortfall of the closed share (the share of tokens that the gate evicts) from its target, which
+rises with the steps.
 
-Deviations. The inputs of the gate are standardised per channel while it trains, on the model's own text, and the
-result is folded into the weights that are saved: with a scale of 100 the widest channels would decide alone. The
-closed share is counted over the tokens that leave the window within the text, not over all. The divergence is from
+Deviations. The inputs of the gate are standardised per channel while it trains, on some training texts, and the
+standardisation is folded into the weights that are saved: with a scale of 100 the widest channels would decide alone.
+The closed share is counted over the tokens that leave the window within the text, not over all. The divergence is from
 the teacher to the student unless `divergence="reverse"` (the authors' code: reverse, its comments: forward).
 """
 
@@ -19,13 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evictbench.cache.hooks import tapped
+from evictbench.cache.hooks import hooked
 from evictbench.errors import UserError
 from evictbench.policy.learner import Batch, Learner, Losses, Training, Visible
-from evictbench.train.distillation import KEPT_TOKENS, before_head, distance, recomputed
+from evictbench.train.distillation import KEPT_TOKENS, divergence, last_hidden_state, recomputed
 from evictbench.train.sparse_attention import attend_visible
 
 from . import gate
+from .calibration import calibration_table
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ class DMSLearner(Learner):
     """The separate gate of every layer, in training.
 
     weight `[layers, kv_heads, hidden]`, bias `[layers, kv_heads]`: trained, float32, zero at first. centre and scale
-    `[layers, hidden]`: the standardisation of the normalised inputs, set by `begin`. The bias belongs to a constant
-    input as long as all the others together, the root of `hidden`: with an input of 1 it would move a hundred times
-    slower than they do, and what is closed could hardly exceed a half.
+    `[layers, hidden]`: the standardisation of the normalised inputs, set by `begin`. The bias is multiplied by
+    `constant`, the root of `hidden`, which is the length of all other inputs together: with 1 the bias would move a
+    hundred times slower than the weights, and the closed share could hardly exceed a half.
     """
 
     held_out = 8
@@ -73,8 +75,8 @@ class DMSLearner(Learner):
                 total[layer] += states.sum(0)
                 squares[layer] += states.square().sum(0)
 
-            with tapped(model, {"residual"}, take):
-                before_head(model, tokens)
+            with hooked(model, {"residual"}, take):
+                last_hidden_state(model, tokens)
             count += tokens.shape[1] - self.recipe.sinks
         self.centre.copy_(total / count)
         spread = (squares / count - self.centre.square()).clamp(min=0).sqrt()
@@ -101,17 +103,17 @@ class DMSLearner(Learner):
         return soft, share[..., self._counted(share.shape[-1])].mean()
 
     def loss(self, batch: Batch) -> Losses:
-        """Divergence from the dense model, and what the closed share falls short of its target.
+        """The divergence from the dense model, plus the shortfall of the closed share from its target.
 
         Parts: `kl` in nats a token, over the tokens that some decision can reach; `closed` and `target`, shares of the
-        tokens that leave the window within the text; `compression`, what is missing.
+        tokens that leave the window within the text; `compression`, the shortfall.
         """
         assert batch.model is not None
         model, tokens = batch.model, batch.tokens
         first = self._first_reached(tokens)
         seed = int(torch.randint(2**48, (1,), generator=batch.generator, device=batch.generator.device))
         with torch.no_grad():
-            teacher = before_head(model, tokens)[:, first:]
+            teacher = last_hidden_state(model, tokens)[:, first:]
         inputs: dict[int, Tensor] = {}
         closed: dict[int, Tensor] = {}
 
@@ -121,19 +123,19 @@ class DMSLearner(Learner):
         def attend(layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
             # Drawn from the seed, so that a layer computed again in the backward pass decides alike.
             soft, closed[layer] = self.decisions(layer, inputs[layer].to(query.device), seed)
-            return attend_visible(query, key, value, self.softly(F.logsigmoid(-soft)), scaling)
+            return attend_visible(query, key, value, self.soft_mask(F.logsigmoid(-soft)), scaling)
 
-        with tapped(model, {"residual"}, take), recomputed(model, tokens.numel() > KEPT_TOKENS):
-            student = before_head(model, tokens, dense_attention=attend)[:, first:]
-        kl = distance(model, teacher, student, self.recipe.divergence)
+        with hooked(model, {"residual"}, take), recomputed(model, tokens.numel() > KEPT_TOKENS):
+            student = last_hidden_state(model, tokens, dense_attention=attend)[:, first:]
+        kl = divergence(model, teacher, student, self.recipe.divergence)
         share = torch.stack([closed[layer].to(kl.device) for layer in sorted(closed)]).mean()
         target = self.recipe.target(batch.step, batch.steps)
         compression = (target - share).clamp(min=0)
         parts = {"kl": kl.item(), "closed": share.item(), "target": target, "compression": compression.item()}
         return Losses(kl + compression, parts)
 
-    def softly(self, penalty: Tensor) -> Visible:
-        """All keys, those beyond the window with their penalty `[rows, kv_heads, tokens]`, the sinks without."""
+    def soft_mask(self, penalty: Tensor) -> Visible:
+        """All keys visible, with a penalty `[rows, kv_heads, tokens]` beyond the window that the sinks are spared."""
         length = penalty.shape[-1]
         sink = torch.arange(length, device=penalty.device) < self.recipe.sinks
         forever = torch.full((1, 1, length), length + 1, device=penalty.device)
@@ -141,25 +143,23 @@ class DMSLearner(Learner):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> Mapping[str, Any]:
-        """The share kept at a range of thresholds, measured in sparse passes: see `calibration.measured`."""
-        from .calibration import measured
-
-        return measured(model, self.folded(), blocks, sinks=self.recipe.sinks, window=self.window)
+        """The table of `calibration.calibration_table`, for this gate."""
+        return calibration_table(model, self.folded(), blocks, sinks=self.recipe.sinks, window=self.window)
 
     @torch.no_grad()
     def folded(self) -> gate.SeparateGate:
-        """The gate on the normalised inputs themselves, the standardisation folded into weight and bias."""
+        """The gate for normalised inputs, with the standardisation folded into weight and bias."""
         weight = self.weight * self.scale[:, None]
         bias = self.constant * self.bias - (weight * self.centre[:, None]).sum(-1)
         return gate.SeparateGate(weight, bias, self.epsilon)
 
     def export(self) -> dict[str, Tensor]:
-        """What is saved: `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`, folded."""
-        found = self.folded()
-        return {"weight": found.weight, "bias": found.bias}
+        """The folded `weight` `[layers, kv_heads, hidden]` and `bias` `[layers, kv_heads]`."""
+        folded = self.folded()
+        return {"weight": folded.weight, "bias": folded.bias}
 
     def card(self) -> Mapping[str, Any]:
-        """What the weights' card says of the gate."""
+        """The gate's constants and limits."""
         notes = [
             f"One gate, trained up to a compression ratio of {self.recipe.ratio:g}, serves all shares: a budget moves "
             "its threshold by the calibration, in a straight line between what was measured.",
@@ -175,20 +175,20 @@ class DMSLearner(Learner):
         }
 
     def _first_reached(self, tokens: Tensor) -> int:
-        """The first position that some decision can reach; UserError where there is none."""
+        """The first position that some decision can reach; raises UserError where there is none."""
         first = self.recipe.sinks + self.window + 1
         if tokens.shape[1] <= first:
             raise UserError(f"DMS trains on texts of more than {first} tokens: sinks, window and one more.")
         return first
 
     def _counted(self, length: int) -> slice:
-        """The tokens that leave the window within a text."""
+        """The tokens that leave the window within a text, over which the closed share is counted."""
         return slice(self.recipe.sinks, length - 1 - self.window)
 
 
 def noise(seed: int, layer: int, like: Tensor) -> Tensor:
-    """Logistic noise (the difference of two Gumbels) of the shape of `like`, the same for the same seed and layer on
-    any device and however often it is asked for."""
+    """Logistic noise (the difference of two Gumbels) in the shape, dtype and device of `like`; equal seeds and layers
+    give equal noise on any device."""
     generator = torch.Generator().manual_seed(seed * 1_009 + layer)
     uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
     return uniform.logit().to(device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""What DMS's training can be told (`evictbench train --policy dms --recipe ratio=8,ramp=0.8`)."""
+"""The settings of DMS's training (`evictbench train --policy dms --recipe ratio=8,ramp=0.8`)."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Literal
 
 from evictbench.errors import UserError
 
-Divergence = Literal["forward", "reverse"]
-
 
 @dataclass(frozen=True)
 class Recipe:
     """How the gate is trained.
 
-    ratio: what the compression ratio, 1 at first, has risen to, step by step, after the share `ramp` of the steps; the
-    target of the closed share is 1 - 1 / ratio. temperature: of the soft decision (z + noise) / temperature. sinks:
-    first positions that no decision touches.
+    ratio: the compression ratio at the end. It starts at 1 and rises linearly during the first `ramp` of the steps (a
+    share); the target of the closed share is 1 - 1 / ratio. temperature: of the soft decision (z + noise) /
+    temperature. sinks: first positions that no decision touches. divergence: "forward", of the student from the dense
+    model (KL(teacher ‖ student)), or "reverse".
     """
 
     ratio: float = 8.0
     ramp: float = 0.8
     temperature: float = 0.1
     sinks: int = 4
-    divergence: Divergence = "forward"
+    divergence: Literal["forward", "reverse"] = "forward"
 
     def __post_init__(self) -> None:
         if self.ratio < 1 or not 0 < self.ramp <= 1 or self.temperature <= 0 or self.sinks < 0:
@@ -33,5 +32,5 @@ class Recipe:
             )
 
     def target(self, step: int, steps: int) -> float:
-        """The closed share asked for at a step, from 0."""
+        """The target of the closed share at a step, counted from 0."""
         return 1 - 1 / (1 + (self.ratio - 1) * min(1.0, (step + 1) / (self.ramp * steps)))

@@ -1,6 +1,6 @@
-"""Means that stand for what was evicted: a key, a value, and how many entries they are of.
+"""Centroids: means of evicted entries, each with a key, a value, and the number of its entries.
 
-A centroid of n entries is read as one entry whose logit is raised by log n. Keys are the rotated ones; distance is
+A centroid of n entries is attended to as one entry whose logit is raised by log n. Keys are rotated; distance is
 Euclidean. Arithmetic is in float32 or wider.
 """
 
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 ITERATIONS = 15
-"""Of Lloyd's algorithm, as published."""
+"""The iterations of Lloyd's algorithm, as published."""
 
 
 def starts(entries: int, centroids: int, seed: int = 0) -> Tensor:
-    """The entries at which clusters start, `[centroids]` int64: drawn without repetition; all of them, in order, where
-    there are no more than that."""
+    """The indices of the entries at which clusters start, `[centroids]` int64, drawn without repetition by the seed. Up
+    to `centroids` entries are all taken, in order."""
     if entries <= centroids:
         return torch.arange(entries)
     return torch.randperm(entries, generator=torch.Generator().manual_seed(seed))[:centroids]
 
 
 def cluster(keys: Tensor, values: Tensor, centroids: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """k-means over keys `[n, head_dim]`: mean keys, mean values `[clusters, head_dim]` and sizes `[clusters]`, float32
-    or wider.
+    """Mean keys, mean values `[clusters, head_dim]` and sizes `[clusters]` by k-means over keys, float32 or wider.
 
-    Clusters start at `starts`; one that loses all its entries stays where it is, and is left out if it has none at the
-    end. With no more entries than centroids each is its own.
+    keys, values: `[n, head_dim]`. centroids: the most clusters. Clusters start at `starts`. A cluster that loses all
+    its entries stays where it is, and is left out if it is empty at the end. Up to `centroids` entries are a cluster
+    each.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
     keys, values = keys.to(wide), values.to(wide)
@@ -39,19 +39,19 @@ def cluster(keys: Tensor, values: Tensor, centroids: int, seed: int = 0) -> tupl
     members = _nearest(keys, centres)
     sizes, sums = _sums(members, keys, centres.shape[0])
     held = sizes > 0
-    of_values = _sums(members, values, centres.shape[0])[1]
-    return sums[held] / sizes[held, None], of_values[held] / sizes[held, None], sizes[held]
+    value_sums = _sums(members, values, centres.shape[0])[1]
+    return sums[held] / sizes[held, None], value_sums[held] / sizes[held, None], sizes[held]
 
 
-def choose(keys: Tensor, counts: Tensor, room: Tensor, entering: Tensor) -> Tensor:
-    """Which centroid one evicted entry joins, `[...]` int64: the first that has none yet, else the nearest.
+def nearest(keys: Tensor, counts: Tensor, capacity: Tensor, evicted: Tensor) -> Tensor:
+    """The index of the centroid that an evicted entry joins, `[...]` int64: the first empty one, else the nearest.
 
-    keys `[..., centroids, head_dim]`, counts `[..., centroids]`, room `[...]`: how many there may be; entering
-    `[..., head_dim]`.
+    keys: `[..., centroids, head_dim]`. counts: `[..., centroids]`, 0 for an empty one. capacity: `[...]`, the most
+    centroids. evicted: `[..., head_dim]`, the entry's key.
     """
     used = (counts > 0).sum(-1)
-    distance = (keys - entering[..., None, :]).square().sum(-1).masked_fill(counts == 0, torch.inf)
-    return torch.where(used < room, used, distance.argmin(-1))
+    distance = (keys - evicted[..., None, :]).square().sum(-1).masked_fill(counts == 0, torch.inf)
+    return torch.where(used < capacity, used, distance.argmin(-1))
 
 
 def _nearest(keys: Tensor, centres: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ def _nearest(keys: Tensor, centres: Tensor) -> Tensor:
 
 
 def _sums(members: Tensor, vectors: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """How many vectors each cluster has, and their sum."""
+    """The number of vectors in each cluster `[clusters]`, and their sum `[clusters, head_dim]`."""
     sizes = vectors.new_zeros(clusters).index_add_(0, members, vectors.new_ones(members.shape[0]))
     return sizes, vectors.new_zeros((clusters, vectors.shape[1])).index_add_(0, members, vectors)

@@ -1,10 +1,10 @@
-"""The authors' released gates as weights of this policy: which of their names and numbers is which of ours.
+"""The authors' released gates as weights of this policy: how their names and constants map to ours.
 
 Their hub repositories (marcusguhao/Qwen3-8B-gate-IndexMem and its like) hold one file of torch.save, in either of two
 layouts of their code (Chooovy/kvpress): `indexer`, named `model.layers.N.self_attn.indexer.*` and with the options of
 the training in `config`, as released; or `scorers`, named `N.*` and with `scorer_config`, as their converter and
-their newer code write. Optimiser states beside them are not read. What is trained jointly with its model, or scores
-by another network or other constants, is refused: it would be read as something that it is not.
+their newer code write. Optimiser states beside them are not read. A checkpoint that was trained jointly with its model,
+or that scores by another network or other constants, is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYERED = {
     "indexer": re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.(.+)"),
     "scorers": re.compile(r"(\d+)\.(.+)"),
 }
-"""The dictionary of tensors in a checkpoint, and how names in it give layer and parameter."""
+"""By the name of the dictionary of tensors in a checkpoint: how its keys name layer and parameter."""
 
 _OURS = {
     "in_norm.weight": "input_norm.weight",
@@ -38,10 +38,10 @@ _OURS = {
     "w_decay.bias": "to_rate.bias",
     "gate_scale": "gate_scale",
 }
-"""Parameters as released, and ours."""
+"""Names of the parameters, as released and in `Scorer`."""
 
 _NEWER = {"input_proj": "w_in", "magnitude_proj": "w_out", "retention_proj": "w_decay"}
-"""What their newer code calls the same."""
+"""Names in their newer code, and the ones as released."""
 
 _CONSTANTS = {
     "scalar_pos_slope": 1e-6,
@@ -50,13 +50,13 @@ _CONSTANTS = {
     "age_scale": 16_384,
     "norm_eps": 1e-5,
 }
-"""Numbers that the tensors do not show and that `scorer` has as these."""
+"""Constants that the tensors do not show, with the values that `scorer` has."""
 
 _KINDS = {"scorer": "scalar", "kind": "mlp"}
-"""Which of their networks is `scorer`'s, by what their options call the choice."""
+"""By the names that their options have for it: the value that means `scorer`'s network."""
 
 _CENTROIDS = 64
-_NAMED = 4
+_NAMES_SHOWN = 4
 """Names in an error, at most."""
 
 
@@ -105,13 +105,13 @@ def _loaded(file: Path, origin: str) -> Mapping[str, Any]:
 
 
 def _options(payload: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """What the training was told, as far as the checkpoint says; the scorer's own options over the others."""
+    """The options of the training, as far as the checkpoint has them; the scorer's own come before the others."""
     names = ("config",) if kind == "indexer" else ("source_config", "training_config", "scorer_config")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name in names:
         if isinstance(payload.get(name), Mapping):
-            found |= payload[name]
-    return found
+            options |= payload[name]
+    return options
 
 
 def _check(options: Mapping[str, Any], origin: str) -> None:
@@ -170,7 +170,7 @@ def _stacked(layers: Mapping[int, Mapping[str, Tensor]], origin: str) -> dict[st
 
 
 def _card(options: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape) -> dict[str, Any]:
-    """Sinks and window are those of the training where it says so, the authors' where not."""
+    """The card. Sinks and window are the training's where the checkpoint states them, else the authors' defaults."""
     layers, width, hidden = tensors["narrow.weight"].shape
     pinned = str(options.get("pin_mode") or "local+sink")
     sinks = options.get("n_sink", options.get("sink_size")) if "sink" in pinned else None
@@ -203,9 +203,9 @@ def _card(options: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: Mode
 
 def _some(names: Mapping[str, Any] | list[str]) -> str:
     """The first names, and how many more there are."""
-    words = [str(name) for name in names]
-    shown = ", ".join(words[:_NAMED]) or "nothing"
-    return shown if len(words) <= _NAMED else f"{shown} and {len(words) - _NAMED} more"
+    texts = [str(name) for name in names]
+    shown = ", ".join(texts[:_NAMES_SHOWN]) or "nothing"
+    return shown if len(texts) <= _NAMES_SHOWN else f"{shown} and {len(texts) - _NAMES_SHOWN} more"
 
 
 RELEASED = Released()

@@ -1,7 +1,7 @@
-"""IndexMem++'s training: a scorer per layer learns which entries a frozen model needs to predict as it does.
+"""IndexMem++'s training: a scorer per layer learns which entries a frozen model needs to predict as the dense one does.
 
-The student is the model itself under the training gate (`gate`), each layer's scorer reading the student's own hidden
-states; the loss is its divergence from the dense model, over the whole vocabulary. After the authors' recipe
+The student is the model itself under the training gate (`gate`); each layer's scorer reads the student's own hidden
+states. The loss is its divergence from the dense model, over the whole vocabulary. After the authors' recipe
 (Chooovy/kvpress, configs/train.json). Deviations: the mean is over the positions that the gate reaches, since all
 before them are predicted as by the dense model; the optimiser is that of all trainings here (betas as theirs, weight
 decay 1e-4 for 0, a cosine for their warm-up, plateau and line); float32 scorers beside a model of any dtype.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from evictbench.cache.hooks import tapped
+from evictbench.cache.hooks import hooked
 from evictbench.errors import UserError
 from evictbench.policy.learner import Batch, Learner, Losses, Training
-from evictbench.train.distillation import KEPT_TOKENS, before_head, check_head, distance, recomputed
+from evictbench.train.distillation import KEPT_TOKENS, check_head, divergence, last_hidden_state, recomputed
 
 from .gate import Gate, attend_gated
 from .recipe import Recipe
@@ -51,18 +51,18 @@ class IndexMemLearner(Learner):
 
     @property
     def scorers(self) -> list[Scorer]:
-        """One per layer."""
+        """The scorers, one per layer."""
         return [layer for layer in self.layers if isinstance(layer, Scorer)]
 
     def begin(self, model: PreTrainedModel, blocks: Sequence[Tensor]) -> None:
-        """Refuse a model whose predictions its output head alone does not give; there are no statistics to set."""
+        """Raise UserError for a model that does more to its logits than its output head does. No statistics are set."""
         check_head(model)
 
     def loss(self, batch: Batch) -> Losses:
         """The divergence from the dense model, in nats a token, over the positions that the gate reaches.
 
-        Parts: `kl`, the same; `gated`, the share of attention that falls on entries which share the mass, a mean over
-        layers. A text that the gate does not reach has a loss of 0 and nothing to learn from.
+        Parts: `kl`, the loss; `gated`, the share of attention that falls on the entries that share the mass, a mean
+        over layers. A text that the gate does not reach has a loss of 0 without a gradient.
         """
         assert batch.model is not None
         model, tokens = batch.model, batch.tokens
@@ -70,8 +70,8 @@ class IndexMemLearner(Learner):
         if tokens.shape[1] <= first:
             return Losses(torch.zeros((), device=tokens.device), {"kl": torch.nan})
         with torch.no_grad():
-            teacher = before_head(model, tokens)[:, first:]
-        # A layer that is computed again in the backward pass reads what it read at first: the taps are gone by then.
+            teacher = last_hidden_state(model, tokens)[:, first:]
+        # A layer that is computed again in the backward pass reads its first inputs: the hooks are gone by then.
         scorers = self.scorers
         inputs: dict[int, Tensor] = {}
         gated: dict[int, Tensor] = {}
@@ -87,9 +87,9 @@ class IndexMemLearner(Learner):
             output, gated[layer] = attend_gated(query, key, value, score, rate, scale, self.gate, scaling)
             return output
 
-        with tapped(model, {"normed_hidden"}, take), recomputed(model, tokens.numel() > KEPT_TOKENS):
-            student = before_head(model, tokens, dense_attention=attend)[:, first:]
-        kl = distance(model, teacher, student, self.recipe.divergence)
+        with hooked(model, {"normed_hidden"}, take), recomputed(model, tokens.numel() > KEPT_TOKENS):
+            student = last_hidden_state(model, tokens, dense_attention=attend)[:, first:]
+        kl = divergence(model, teacher, student, self.recipe.divergence)
         share = torch.stack([gated[layer].to(kl.device) for layer in sorted(gated)]).mean()
         return Losses(kl, {"kl": float(kl.detach()), "gated": float(share)})
 
@@ -100,7 +100,7 @@ class IndexMemLearner(Learner):
 
     @torch.no_grad()
     def card(self) -> Mapping[str, Any]:
-        """What the weights' card says of the scorers."""
+        """The scorers' settings and limits."""
         recipe, window = self.recipe, self.gate.window
         scales = torch.cat([scorer.gate_scale for scorer in self.scorers])
         return {

@@ -1,4 +1,4 @@
-"""What IndexMem++'s training can be told (`evictbench train --policy indexmem_pp --recipe beta=32,width=128`)."""
+"""The settings of IndexMem++'s training (`evictbench train --policy indexmem_pp --recipe beta=32,width=128`)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from evictbench.errors import UserError
 class Recipe:
     """How the scorer is trained.
 
-    beta: the mass that all entries beyond sinks and window share in training, in entries. width: of the scorer.
-    sinks: protected first positions; the protected recent ones are `--window`. centroids: no part of the training, but
-    how many the weights' card asks for. gate: "mass" (as published) or "plain", for comparison: every key weighted by
-    its score alone, where equal scores hide nothing and nothing forces a choice. divergence: of the student from the
-    dense model ("reverse", as published), or of the dense model from the student.
+    beta: the attention mass, in entries, that all entries beyond sinks and window share in training. width: of the
+    scorer's hidden layer, in units. sinks: protected first positions; `--window` protects the recent ones. centroids:
+    how many the weights' card asks for; the training does not use them. gate: "mass" (as published), or "plain" for
+    comparison: each key is weighted by its score alone, so that equal scores hide nothing and nothing forces a choice.
+    divergence: "reverse", KL(student ‖ teacher), as published, or "forward", KL(teacher ‖ student).
     """
 
     beta: float = 256.0

@@ -1,7 +1,7 @@
-"""IndexMem++'s scorer: what an entry is worth and how fast that fades, from the hidden state of its token alone.
+"""IndexMem++'s scorer: it gives an entry a score, and a rate at which the score falls, from its token's hidden state.
 
-One small network per layer, float32; it reads what the layer's attention receives (`normed_hidden`). Both numbers are
-made once, when the token enters. At a query `distance` positions later the entry is worth `effective(...)`.
+There is one small network for each layer, float32; it reads the input of the layer's attention (`normed_hidden`). Both
+numbers are computed once, when the token enters. At a query `distance` positions later the score is `effective(...)`.
 After the authors' code (Chooovy/kvpress, indexmem/scorer.py). Deviation: they run it in the model's dtype, with norms
 in float32; here all of it is float32, so that ties and ranks do not depend on how the model is loaded.
 """
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from evictbench.policy import ModelShape
 
 RATE_LENGTH = 16_384
-"""Positions in which a score falls by its rate."""
+"""The distance over which a score falls by its rate, in positions."""
 
 POSITION_SLOPE = 1e-6
-"""Added to a score per position, so that later entries win among equals by a little."""
+"""Added to a score for each position, so that among equals later entries rank slightly higher."""
 
 FIRST_RATE = -1.0
 """The rate of every key before training."""
 
 EPSILON = 1e-5
-"""Of both norms."""
+"""The epsilon of both norms."""
 
 
 class Scorer(nn.Module):
-    """Of one layer: LayerNorm, Linear(hidden, width), LayerNorm, GELU, then one number per KV head for the score and
-    one for the rate.
+    """The scorer of one layer: LayerNorm, Linear(hidden, width), LayerNorm, GELU, then for each KV head one number for
+    the score and one for the rate.
 
-    gate_scale `[1]`: multiplies scores in the training gate; it changes no ranking, and inference does without it.
+    gate_scale `[1]`: multiplies scores in the training gate. It changes no ranking, so that inference ignores it.
     """
 
     def __init__(self, hidden: int, width: int, kv_heads: int) -> None:
@@ -53,7 +53,7 @@ class Scorer(nn.Module):
         nn.init.constant_(self.to_rate.bias, math.log(math.expm1(-FIRST_RATE)))
 
     def forward(self, normed_hidden: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score and rate (at most 0), each `[rows, kv_heads, S]` in the dtype of the weights (float32).
+        """The scores and rates (at most 0), each `[rows, kv_heads, S]` in the dtype of the weights (float32).
 
         normed_hidden: `[rows, S, hidden]`, any floating dtype. positions: `[rows, S]`; None: 0 to S - 1.
         """
@@ -68,35 +68,35 @@ class Scorer(nn.Module):
 
 
 def effective(score: Tensor, rate: Tensor, distance: Tensor) -> Tensor:
-    """What entries are worth to a query `distance` positions after them; shapes that broadcast together."""
+    """The scores of entries for a query `distance` positions after them; all shapes broadcast together."""
     return score + rate * (distance / RATE_LENGTH)
 
 
 def scorers(tensors: Mapping[str, Tensor], shape: ModelShape, origin: str = "") -> list[Scorer]:
     """The scorers of all layers, float32 and frozen, from tensors `[layers, ...]` named as a `Scorer`'s parameters.
 
-    origin: what the weights are called in an error. Raises UserError where names or shapes are another's.
+    origin: the name of the weights in an error. Raises UserError where names or shapes do not fit.
     """
-    named = f"The weights {origin}" if origin else "The weights"
+    subject = f"The weights {origin}" if origin else "The weights"
     narrow = tensors.get("narrow.weight")
     if narrow is None or narrow.dim() != 3:
-        raise UserError(f"{named} hold no scorer of IndexMem++: narrow.weight [layers, width, hidden] is missing.")
+        raise UserError(f"{subject} hold no scorer of IndexMem++: narrow.weight [layers, width, hidden] is missing.")
     width, hidden = narrow.shape[1:]
     if shape.hidden_size and hidden != shape.hidden_size:
-        raise UserError(f"{named} read hidden states of width {hidden}, and this model's have {shape.hidden_size}.")
+        raise UserError(f"{subject} read hidden states of width {hidden}, and this model's have {shape.hidden_size}.")
     with torch.device("meta"):
         model = Scorer(hidden, width, shape.kv_heads)
     expected = {name: (shape.layers, *tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(expected.keys() | given.keys()):
+        if expected.get(name) != given.get(name):
             raise UserError(
-                f"{named} do not fit: {name} is {found.get(name, 'missing')}, and {expected.get(name, 'nothing')} is "
+                f"{subject} do not fit: {name} is {given.get(name, 'missing')}, and {expected.get(name, 'nothing')} is "
                 "expected."
             )
-    made = []
+    result = []
     for layer in range(shape.layers):
         scorer = Scorer(hidden, width, shape.kv_heads)
         scorer.load_state_dict({name: tensor[layer].float() for name, tensor in tensors.items()})
-        made.append(scorer.requires_grad_(False))
-    return made
+        result.append(scorer.requires_grad_(False))
+    return result

@@ -1,4 +1,4 @@
-"""The scorers of several layers at once, for a token each: what `scorer.Scorer` does, in a few products for all."""
+"""The scorers of several layers at once: `scorer.Scorer` in a few products for all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from .scorer import EPSILON, POSITION_SLOPE
 
 
-def of_layers(parameters: Mapping[str, Tensor], hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Score and rate, each `[layers, rows, kv_heads, S]`, in the parameters' dtype.
+def score_layers(parameters: Mapping[str, Tensor], hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores and rates, each `[layers, rows, kv_heads, S]`, in the parameters' dtype.
 
     parameters: `[layers, ...]`, by a Scorer's names. hidden: `[layers, rows, S, hidden]`. positions: `[rows, S]`.
     """

@@ -1,4 +1,4 @@
-"""KVpop: a scorer per KV head, trained on the attention that tokens receive later."""
+"""KVpop: a scorer for each KV head, trained to predict the attention that tokens receive later."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
-from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, SlotTensor, Step
+from evictbench.policy import MemoryTensor, ModelShape, NewEntries, Policy, SlotTensor, Step
 from evictbench.policy.budget import PARTS
+from evictbench.policy.plot_style import DASH_DOT_DOT, LONG, PlotStyle
 
 if TYPE_CHECKING:
     import torch
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["KVpop", "KVpopMLP"]
 
 SINKS, WINDOW = 4, 256
-"""The paper's, where neither settings nor weights say else."""
+"""The paper's values, used where neither the settings nor the weights give others."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """label: what the scorer was trained to guess of a token's future attention, its "mean" (as published) or its
-    "max"imum, which keeps what is looked up once. sinks, window (the query's own entry included): protected; recent:
-    the share of the entries that is protected as recent where that is more than the window, 0 as published. Those of
-    the weights where not given."""
+    """label: the future attention that the scorer was trained to predict, its "mean" (as published) or "max", which
+    keeps what is looked up once. sinks, window: protected first and last positions (window counts the query's own).
+    recent: the share of the entries that is protected where that is more than the window, 0 as published. None: as in
+    the weights."""
 
     label: Literal["mean", "max"] = "mean"
     sinks: int | None = None
@@ -50,8 +51,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a training can be told. hidden: width of the scorer's two layers; temperature: of the ranking loss; sinks;
-    recent: the share of the entries that its user protects as recent (training ranks all that leave the window)."""
+    """The settings of a training. hidden: the scorer's width. temperature: of the ranking loss. sinks: protected first
+    positions. recent: the share that inference protects as recent (training ranks all that leave the window)."""
 
     hidden: int = 64
     temperature: float = 1.0
@@ -60,14 +61,14 @@ class Recipe:
 
 
 class _Ranked(Policy):
-    """A pool ranked by a learned score that falls with age; which score is for the two policies to say."""
+    """A pool that is ranked by a learned score, which falls with age. scorer: the network that gives the score."""
 
     paper = "arXiv 2607.05061 v2"
     Config = Settings
     Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
     static = True
-    rotary = True
+    needs_rope = True
     learned = True
     scorer: ClassVar[Literal["mlp", "mlstm"]]
 
@@ -80,21 +81,21 @@ class _Ranked(Policy):
 
     @property
     def variant(self) -> str:
-        """Which weights it wants: its scorer's, for its label."""
+        """The name of the weights that fit: the scorer and the label."""
         return f"{self.scorer}-{self.config.label}"
 
     @property
     def sinks(self) -> int:
-        """The first positions, never evicted."""
+        """How many first positions are never evicted."""
         return SINKS if self.config.sinks is None else int(self.config.sinks)
 
     @property
     def scored_after(self) -> int:
-        """The window, of which a token's label and an mLSTM's reading are counted."""
+        """The window: a token's label counts later queries alone, and the mLSTM is read when the token leaves it."""
         return WINDOW if self.config.window is None else int(self.config.window)
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
-        """The window, or the share that is recent where that is more; one entry is left to choose."""
+        """The window, or the recent share of the budget (entries) where that is more; one entry is left to choose."""
         share, window = round((self.config.recent or 0.0) * PARTS), self.scored_after
         if isinstance(budget, int):
             return max(window, min(share * budget // PARTS, budget - self.sinks - 1))
@@ -103,8 +104,8 @@ class _Ranked(Policy):
         return torch.minimum(share * budget // PARTS, budget - self.sinks - 1).clamp(min=window)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
-        """Take trained tensors: those of a scorer for `layers · kv_heads` heads, and `gamma`, from which the decay
-        comes. Sinks, window and recent share that the settings leave open are those of the training."""
+        """Take a scorer's tensors for `layers · kv_heads` heads, and `gamma`, which gives the decay. Sinks, window and
+        recent share that the settings leave open are those of the training. UserError: the tensors do not fit."""
         from . import scorers
         from .ranking import bounded_log_gamma
 
@@ -123,23 +124,23 @@ class _Ranked(Policy):
         self._parts = {}
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
-        """Its trainable side."""
+        """The trainable side: the scorer and its decay."""
         from .learner import ScorerLearner
 
         return ScorerLearner(self, shape, training)
 
     def slot_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
-        """`r_t - t · log gamma` of each entry."""
+        """`priority`, the static priority `r_t - t · log gamma` of each entry."""
         import torch
 
         return {"priority": SlotTensor(torch.float32)}
 
     def score(self, step: Step) -> Tensor:
-        """The static priority, `[rows, kv_heads, slots]`."""
+        """The static priority of each entry, `[rows, kv_heads, slots]`."""
         return step.state["priority"]
 
-    def of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
-        """The scorer of neighbouring layers' heads and their log gamma, `[len(layers) · kv_heads]`."""
+    def scorer_of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
+        """The scorer of neighbouring layers' heads and their log gamma `[len(layers) · kv_heads]`, on a device."""
         if self._scorer is None or self._log_gamma is None:
             raise RuntimeError(f"{self.name} has no weights yet: give it some with use().")
         if (layers, device) not in self._parts:
@@ -151,63 +152,65 @@ class _Ranked(Policy):
 class KVpopMLP(_Ranked):
     """Hauzenberger et al., "KVpop", arXiv 2607.05061 v2, with the two-layer scorer.
 
-    Sinks, a recent window and a pool: when the pool is full, the token that leaves the window takes the place of the
-    pool's worst entry if it ranks above it. A token is scored once, as it enters, from its key and value.
+    The cache holds sinks, a recent window and a pool. When the pool is full, the token that leaves the window replaces
+    the pool's worst entry if it ranks above it. A token is scored once, as it enters, from its key and value.
 
-    Deviations and what the paper leaves open: the key is turned back to before RoPE, so that the score does not depend
-    on where the token stands, and inputs are standardised; widths are ours. `label=max` is ours.
+    Deviations and what the paper leaves open: the rotation by RoPE is undone, so that the score does not depend on the
+    token's position, and inputs are standardised; the widths are ours. `label=max` is ours.
     """
 
     name = "kvpop_mlp"
     summary = "learned: future attention guessed from key and value, pool ranked by it"
+    plot_style = PlotStyle("#360085", "X", DASH_DOT_DOT, place=9)
     scorer = "mlp"
 
-    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
-        """Score the new entries of a chunk."""
+    def enter(self, entering: NewEntries) -> Mapping[str, Tensor]:
+        """The priorities of a chunk's new entries; in decode `prepare_layers` gives them."""
         if entering.positions.shape[1] == 1:
-            return {}  # settle does all layers at once
+            return {}
         return {"priority": self._priority([entering])}
 
-    def settle(self, steps: Sequence[Step]) -> None:
-        """Score the new entries of a decode step."""
+    def prepare_layers(self, steps: Sequence[Step]) -> None:
+        """Score the new entries of a decode step, for all layers at once."""
         scored = self._priority([step.entered for step in steps])
         for step, part in zip(steps, scored.split(self._kv_heads, dim=1), strict=True):
             step.place("priority", part)
 
-    def _priority(self, entering: Sequence[Entering]) -> Tensor:
-        """Of the new entries of neighbouring layers, `[rows, layers · kv_heads, new]`."""
+    def _priority(self, entering: Sequence[NewEntries]) -> Tensor:
+        """The priorities of the new entries of neighbouring layers, `[rows, layers · kv_heads, new]`."""
         import torch
 
-        from evictbench.cache.rope import turn
+        from evictbench.cache.rope import rotate_by_angles
 
         from .ranking import priority
 
         first = entering[0]
-        assert first.turning_back is not None
-        scorer, log_gamma = self.of_layers(range(first.layer, entering[-1].layer + 1), first.keys.device)
-        keys = turn(torch.cat([one.keys for one in entering], dim=1), *first.turning_back(0))
-        score = scorer(keys, torch.cat([one.values for one in entering], dim=1))
+        assert first.unrotate_angles is not None
+        scorer, log_gamma = self.scorer_of_layers(range(first.layer, entering[-1].layer + 1), first.keys.device)
+        keys = rotate_by_angles(torch.cat([entries.keys for entries in entering], dim=1), *first.unrotate_angles(0))
+        score = scorer(keys, torch.cat([entries.values for entries in entering], dim=1))
         return priority(score, log_gamma, first.positions[:, None])
 
 
 class KVpop(_Ranked):
     """Hauzenberger et al., "KVpop", arXiv 2607.05061 v2, with the mLSTM scorer.
 
-    As kvpop_mlp, but a token is scored when it leaves the window, from its key, its value, and what an mLSTM memory
-    over all keys and values so far answers to it. The memory, head_dim x head_dim a KV head, is charged as head_dim / 2
+    Unlike kvpop_mlp, it scores a token when it leaves the window, from its key, its value, and the answer of an mLSTM
+    memory over all keys and values so far. The memory, head_dim x head_dim a KV head, is charged as head_dim / 2
     entries, as published (64 at head_dim 128); its normaliser and stabiliser, head_dim + 1 numbers more, are not.
 
-    Deviations and what the paper leaves open: as kvpop_mlp; the memory's gates and features (see MLSTMScorer); the
-    cache makes room before the next query's key is known, so that a token has been followed by window - 1 others when
+    Deviations and what the paper leaves open: those of kvpop_mlp; the memory's gates and features (see MLSTMScorer).
+    The cache evicts before the next query's key is known, so that a token has been followed by window - 1 others when
     it is scored, and not by window.
     """
 
     name = "kvpop"
     summary = "learned: future attention guessed by an mLSTM that has seen what followed, pool ranked by it"
+    plot_style = PlotStyle("#ba3bdf", "P", LONG, place=8)
     scorer = "mlstm"
 
     def charged_state(self, shape: ModelShape) -> int:
-        """The matrix memory: `head_dim² / (2 · head_dim)`."""
+        """The matrix memory as entries: `head_dim² / (2 · head_dim)`, rounded up."""
         return -(-shape.head_dim // 2)
 
     def memory(self, shape: ModelShape) -> Mapping[str, MemoryTensor]:
@@ -223,13 +226,13 @@ class KVpop(_Ranked):
         }
 
     def prepare(self, step: Step) -> None:
-        """Let the memory see the new tokens of a chunk, and score those that leave the window."""
-        self.settle([step])
+        """Write a chunk's new tokens into the memory, and score the tokens that leave the window."""
+        self.prepare_layers([step])
 
-    def settle(self, steps: Sequence[Step]) -> None:
-        """The same for one token and several layers."""
+    def prepare_layers(self, steps: Sequence[Step]) -> None:
+        """Write new tokens into the memories of neighbouring layers, and score the tokens that leave the window."""
         from .delayed import score_leaving
 
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        scorer, log_gamma = self.of_layers(layers, steps[0].keys.device)
+        scorer, log_gamma = self.scorer_of_layers(layers, steps[0].keys.device)
         score_leaving(steps, scorer, log_gamma, self.scored_after)

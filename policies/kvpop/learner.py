@@ -1,4 +1,4 @@
-"""KVpop's trainable side: scorers of all layers, their decay, the ranking loss, and the sparse student."""
+"""KVpop's training: scorers of all layers, their decay, the ranking loss, and the model's sparse pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evictbench.policy.learner import Batch, Features, Learner, Losses, Training
 from . import scorers
 from .features import Recorder, record, unrotated
 from .loss import ranking_loss, recall
-from .ranking import bounded_log_gamma, priority, sequence_deadlines
+from .ranking import bounded_log_gamma, priority, sequence_expiry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from . import _Ranked
 
 ELEMENTS_AT_ONCE = 2**27
-"""Inputs of so many heads are scored at a time that they have about this many elements; what the backward pass needs
-of the other heads is computed again."""
+"""Elements of the inputs that are scored at a time, a whole number of heads; the backward pass computes the others
+again."""
 
 PURPOSE = {
     "mean": "The label is a token's mean attention from behind the window: for text that is read on.",
     "max": "The label is the largest attention from behind the window: for text in which things are looked up once.",
 }
 
-MEASURED = 16
-"""Blocks whose statistics standardise the inputs."""
+STATISTICS_BLOCKS = 16
+"""Blocks from which the inputs are standardised."""
 
 
 class ScorerLearner(Learner):
-    """The scorer alone, from features of the frozen model; or, with the model fine-tuned, from those of its own sparse
-    pass, which is masked by the scorer's ranking."""
+    """The scorer in training, from features of the frozen model; with `finetune`, from those of the model's own sparse
+    pass, which the scorer's ranking masks."""
 
     stored: ClassVar[bool] = True
     held_out: ClassVar[int] = 8
@@ -70,7 +70,7 @@ class ScorerLearner(Learner):
         return budget - (self.sinks + self.window + self.charged)
 
     def feature_settings(self) -> Mapping[str, Any]:
-        """Window and kind: both labels are in the features, so that both trainings share them."""
+        """The window; both labels are in the features, so that their trainings share them."""
         return {"learner": "kvpop", "window": self.window, "epsilon": "1e-9"}
 
     def features(self, model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
@@ -79,11 +79,11 @@ class ScorerLearner(Learner):
 
     def measure(self, samples: Iterable[Features]) -> None:
         """Standardise the inputs by the first blocks."""
-        taken = (sample for _, sample in zip(range(MEASURED), samples, strict=False))
+        taken = (sample for _, sample in zip(range(STATISTICS_BLOCKS), samples, strict=False))
         self.scorer.measure((_by_head(sample["keys"]), _by_head(sample["values"])) for sample in taken)
 
     def loss(self, batch: Batch) -> Losses:
-        """The ranking loss over all heads, and how much of the teacher's pool the scorer's holds at the end."""
+        """The ranking loss over all heads. Part: `recall`, the share of the teacher's final pool in the scorer's."""
         assert batch.features is not None
         device = self.gamma.device
         keys, values = (_by_head(batch.features[name]) for name in ("keys", "values"))
@@ -94,11 +94,11 @@ class ScorerLearner(Learner):
         cut = {"sinks": self.sinks, "window": self.window, "pool": self.pool(batch.budget)}
         total = ranking_loss(teacher, student, temperature=self.temperature, **cut)
         with torch.no_grad():
-            found = recall(teacher, student, **cut)
-        return Losses(total, {"recall": found})
+            shared = recall(teacher, student, **cut)
+        return Losses(total, {"recall": shared})
 
     def _score(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Scores `[rows, heads, S]`, some heads at a time where all are too many."""
+        """Scores `[rows, heads, S]` of keys and values `[rows, heads, S, head_dim]`, a part of the heads at a time."""
         from torch.utils.checkpoint import checkpoint
 
         rows, heads, length, head_dim = keys.shape
@@ -109,30 +109,30 @@ class ScorerLearner(Learner):
             return scores
         names = list(self.scorer.state_dict())
 
-        def some(part: slice, *tensors: Tensor) -> Tensor:
-            of_part = dict(zip(names, tensors, strict=True))
+        def score_part(part: slice, *tensors: Tensor) -> Tensor:
+            state = dict(zip(names, tensors, strict=True))
             inputs = keys[:, part].to(device), values[:, part].to(device), self.window
-            scores: Tensor = torch.func.functional_call(self.scorer, of_part, inputs)
+            scores: Tensor = torch.func.functional_call(self.scorer, state, inputs)
             return scores
 
-        found = []
+        parts = []
         for start in range(0, heads, size):
             part = slice(start, start + size)
             tensors = [getattr(self.scorer, name)[part] for name in names]
-            found.append(checkpoint(some, part, *tensors, use_reentrant=False))
-        return torch.cat(found, dim=1)
+            parts.append(checkpoint(score_part, part, *tensors, use_reentrant=False))
+        return torch.cat(parts, dim=1)
 
-    def attention(self, batch: Batch) -> _Student:
+    def attention(self, batch: Batch) -> _SparsePass:
         """Follow a sparse pass of the model that is being fine-tuned."""
         assert batch.model is not None
-        return _Student(self, batch.model, batch.budget)
+        return _SparsePass(self, batch.model, batch.budget)
 
     def export(self) -> dict[str, Tensor]:
-        """The scorer's tensors, and `gamma`."""
+        """The scorer's tensors and `gamma`, by name."""
         return {**{name: t.detach() for name, t in self.scorer.state_dict().items()}, "gamma": self.gamma.detach()}
 
     def card(self) -> Mapping[str, Any]:
-        """What the scorer is."""
+        """The scorer's settings, its decay and its limits."""
         gamma = bounded_log_gamma(self.gamma.detach()).exp()
         return {
             "settings": {**asdict(self.recipe), "window": self.window, "label": self.label},
@@ -144,8 +144,8 @@ class ScorerLearner(Learner):
         }
 
 
-class _Student:
-    """One sparse pass: in each layer, the scorer ranks that layer's keys and says until when each is seen."""
+class _SparsePass:
+    """One sparse pass: in each layer, the scorer ranks the layer's keys, which gives the expiry of each."""
 
     def __init__(self, learner: ScorerLearner, model: PreTrainedModel, budget: int) -> None:
         self.learner = learner
@@ -153,7 +153,7 @@ class _Student:
         self.recorder = Recorder(model, learner.window, torch.float32)
 
     def visible(self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Visible:
-        """Deadlines of this layer's keys, from the scorer as it is."""
+        """The expiry of this layer's keys, by the scorer in its present state."""
         learner = self.learner
         scaling = float(getattr(module, "scaling", query.shape[-1] ** -0.5))
         self.recorder(layer, module, query, key, value, scaling)
@@ -162,13 +162,13 @@ class _Student:
         gamma = bounded_log_gamma(learner.gamma.detach()[layer * kv_heads : (layer + 1) * kv_heads]).to(key.device)
         keys = unrotated(key, self.recorder.inv_freq.to(key.device))
         ranked = priority(part(keys.float(), value.float(), learner.window), gamma)
-        return Visible(sequence_deadlines(ranked, sinks=learner.sinks, window=learner.window, pool=self.pool))
+        return Visible(sequence_expiry(ranked, sinks=learner.sinks, window=learner.window, pool=self.pool))
 
     def features(self) -> Features:
-        """What the student's own pass showed; its labels are from its dense normalisers."""
+        """The features of the pass; the labels are of the student's dense attention."""
         return self.recorder.features()
 
 
 def _by_head(tensor: Tensor) -> Tensor:
-    """Layers and KV heads as one dimension: `[rows, layers, kv_heads, ...]` to `[rows, layers · kv_heads, ...]`."""
+    """Layers and KV heads in one dimension: `[rows, layers · kv_heads, ...]` of `[rows, layers, kv_heads, ...]`."""
     return tensor.flatten(1, 2)

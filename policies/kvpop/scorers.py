@@ -1,8 +1,8 @@
-"""KVpop's scorers: what says how much a token will be attended to, from its key and value and what followed it.
+"""KVpop's scorers: they predict a token's future attention from its key, its value and the tokens after it.
 
-One network per KV head, all heads at once: parameters `[heads, ...]`, where heads runs over the KV heads of a layer,
-or of several layers together. Inputs are keys turned back to before RoPE and values, standardised channel by channel
-with statistics of the training texts (`shift`, `scale`, not trained). Float32.
+There is one network for each KV head, and all heads are computed at once: parameters are `[heads, ...]`, where heads
+runs over the KV heads of one or several layers. Inputs are un-rotated keys and values, standardised channel by channel
+with statistics of the training texts (`shift`, `scale`, not trained). All is float32.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from evictbench.errors import UserError
 from . import mlstm
 
 FORGET_BIAS = 4.0
-"""The forget gate's first value: a memory of about 50 tokens."""
+"""The forget gate's bias before training: a memory of about 50 tokens."""
 
 
 def normal(*shape: int, fan_in: int) -> nn.Parameter:
-    """Normal values of variance 1 / fan_in."""
+    """A parameter `shape` of normal values with variance 1 / fan_in."""
     return nn.Parameter(torch.randn(shape) / fan_in**0.5)
 
 
 def by_head(inputs: Tensor, weight: Tensor) -> Tensor:
-    """`[rows, heads, S, in]` times each head's `[heads, in, out]`, all rows in one product: a weight that is broadcast
-    over rows is copied for each of them."""
+    """Inputs `[rows, heads, S, in]` times each head's weight `[heads, in, out]`: `[rows, heads, S, out]`. All rows are
+    in one product, because a weight that is broadcast over rows is copied for each of them."""
     rows, heads, length, width = inputs.shape
     if rows == 1:
         return torch.matmul(inputs, weight)
@@ -38,7 +38,7 @@ def by_head(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 class MLPScorer(nn.Module):
-    """`r = w2 · SiLU(W1 z + b1) + b2`: KVpop_mlp (arXiv 2607.05061 v2). hidden: the width, which is ours."""
+    """KVpop_mlp (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 z + b1) + b2`. hidden: the width, which is ours."""
 
     def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
         super().__init__()
@@ -55,20 +55,20 @@ class MLPScorer(nn.Module):
 
     @property
     def inputs(self) -> int:
-        """What the two layers see."""
+        """How many inputs the two layers have."""
         return 2 * self.head_dim
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], heads: int, head_dim: int, origin: str) -> Self:
-        """A scorer with these tensors, without gradients; UserError where they are another scorer's or model's."""
+        """A scorer of these tensors, by name, without gradients. UserError, which names origin: they do not fit."""
         hidden = tensors["b1"].shape[-1] if "b1" in tensors else 0
         scorer = cls(heads, head_dim, hidden)
         expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        for name in sorted(expected.keys() | found.keys()):
-            if expected.get(name) != found.get(name):
+        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in sorted(expected.keys() | given.keys()):
+            if expected.get(name) != given.get(name):
                 raise UserError(
-                    f"The weights {origin} do not fit: {name} is {found.get(name, 'missing')}, and "
+                    f"The weights {origin} do not fit: {name} is {given.get(name, 'missing')}, and "
                     f"{expected.get(name, 'nothing')} is expected."
                 )
         scorer.load_state_dict(dict(tensors))
@@ -80,7 +80,7 @@ class MLPScorer(nn.Module):
         return type(self).of(tensors, tensors["b2"].shape[0], self.head_dim, "part").to(device)
 
     def standardise(self, keys: Tensor, values: Tensor) -> Tensor:
-        """`z`: `[rows, heads, S, 2 · head_dim]` float32."""
+        """The inputs z, `[rows, heads, S, 2 · head_dim]`, of keys and values `[rows, heads, S, head_dim]`."""
         features = torch.cat([keys, values], dim=-1).to(self.shift.dtype)
         return (features - self.shift[:, None]) * self.scale[:, None]
 
@@ -98,25 +98,25 @@ class MLPScorer(nn.Module):
             self.shift.copy_(mean)
             self.scale.copy_(1 / deviation.clamp(min=1e-4))
 
-    def judge(self, seen: Tensor) -> Tensor:
-        """The two layers: `[rows, heads, S, inputs]` to `[rows, heads, S]`."""
-        hidden = F.silu(by_head(seen, self.w1) + self.b1[:, None])
+    def two_layers(self, inputs: Tensor) -> Tensor:
+        """Scores `[rows, heads, S]` of inputs `[rows, heads, S, inputs]`."""
+        hidden = F.silu(by_head(inputs, self.w1) + self.b1[:, None])
         return by_head(hidden, self.w2[..., None])[..., 0] + self.b2[:, None]
 
     def forward(self, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
-        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no
-        gradient."""
-        return self.judge(self.standardise(keys.detach(), values.detach()))
+        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no gradient.
+        window: not used."""
+        return self.two_layers(self.standardise(keys.detach(), values.detach()))
 
 
 class MLSTMScorer(MLPScorer):
-    """`r = w2 · SiLU(W1 [z ; h] + b1) + b2`, h what an mLSTM over keys and values answers to a feature of the token
-    when it leaves the window: KVpop (arXiv 2607.05061 v2).
+    """KVpop (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 [z ; h] + b1) + b2`. h is the answer of an mLSTM over keys and
+    values to a feature of the token, read when the token leaves the window.
 
     The paper gives neither gates nor dimensions. Ours: key feature `z[:head_dim] / sqrt(head_dim)`, value feature
     `z[head_dim:]`, query `Wq z`, gates linear in z, input gate exponential, forget gate a sigmoid; one
-    head_dim x head_dim memory per KV head. A token is read for after `window - 1` more tokens: the cache makes room
-    before the next one is known.
+    head_dim x head_dim memory per KV head. A token's answer is read after `window - 1` more tokens, because the cache
+    evicts before the next one is known.
     """
 
     def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
@@ -127,34 +127,34 @@ class MLSTMScorer(MLPScorer):
 
     @property
     def inputs(self) -> int:
-        """What the two layers see."""
+        """How many inputs the two layers have."""
         return 3 * self.head_dim
 
     def write_features(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Key feature, value feature, input gate's exponent and log of the forget gate of tokens `[.., S, 2d]`."""
+        """Key feature, value feature, input gate's exponent and log of the forget gate. z: `[rows, heads, S, 2d]`."""
         gates = by_head(z, self.gates) + self.gate_bias[:, None]
         key, value = z.split(self.head_dim, dim=-1)
         return key / self.head_dim**0.5, value, gates[..., 0], F.logsigmoid(gates[..., 1])
 
     def forward(self, keys: Tensor, values: Tensor, window: int = 0) -> Tensor:
-        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no
-        gradient. Tokens that the text's end finds in the window are read for after its last token."""
+        """Scores `[rows, heads, S]` of un-rotated keys and values `[rows, heads, S, head_dim]`, which get no gradient.
+        The answers for tokens that are in the window at the text's end are read after its last token."""
         z = self.standardise(keys.detach(), values.detach())
         rows, heads, length, _ = z.shape
         key, value, input_gate, log_forget = self.write_features(z)
         state = mlstm.empty_state((rows, heads), self.head_dim, z.device, z.dtype)
         query = by_head(z, self.wq)
         behind = max(0, window - 1)
-        # Token t is read for after token t + behind.
-        reading = F.pad(query, (0, 0, min(behind, length), 0))[:, :, :length]
-        answer, state = mlstm.chunked(state, key, value, input_gate, log_forget, reading)
-        answered = answer[:, :, behind:]
-        if answered.shape[2] < length:
-            rest = query[:, :, answered.shape[2] :]
+        # The answer for token t is read after token t + behind.
+        shifted = F.pad(query, (0, 0, min(behind, length), 0))[:, :, :length]
+        answer, state = mlstm.chunked(state, key, value, input_gate, log_forget, shifted)
+        answer = answer[:, :, behind:]
+        if answer.shape[2] < length:
+            rest = query[:, :, answer.shape[2] :]
             last = mlstm.State(*(part[:, :, None] for part in state))
-            answered = torch.cat([answered, mlstm.read(last, rest)], dim=2)
-        return self.judge(torch.cat([z, answered], dim=-1))
+            answer = torch.cat([answer, mlstm.read(last, rest)], dim=2)
+        return self.two_layers(torch.cat([z, answer], dim=-1))
 
 
 SCORERS: dict[str, type[MLPScorer]] = {"mlp": MLPScorer, "mlstm": MLSTMScorer}
-"""By the name that weights carry."""
+"""The scorers by the name that weights carry."""

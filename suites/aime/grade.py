@@ -1,4 +1,4 @@
-r"""Integers in boxes: the last \boxed{} of a response, read as the integer that it shows, compared as an integer."""
+r"""Grading integers in boxes: the last \boxed{} of a response is read as an integer and compared with the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTEGER = re.compile(r"([+-]?)\s*0*(\d+)(?:\.0*)?", re.ASCII)
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | str]:
     """lm-eval `process_results`: score 1 if the boxed integer is the answer; `boxed` is 1 if there is a box at all.
 
-    answer: the integer in plain digits, or what stands in the box where that is none, or nothing.
+    answer: the integer in plain digits; the content of a box that holds no integer; "" without a box.
     """
     content = last_boxed(results[0])
     value = integer(content) if content is not None else None
@@ -34,15 +34,15 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
 def integer(text: str) -> int | None:
     r"""The integer that a short text shows, or None.
 
-    Read away: leading zeros, a fraction of zeros, dollar signs and other frames, \text{} and its like, degrees, units
-    in \text{} behind the number, commas and thin spaces between thousands, and all before the last equals sign. Nothing
-    is computed: \frac{50}{2} and 2^5 are no integers here.
+    These are ignored: leading zeros, a fraction of zeros, dollar signs and other frames, \text{} and its like, degrees,
+    units in \text{} behind the number, commas and thin spaces between thousands, and all before the last equals sign.
+    Nothing is computed: \frac{50}{2} and 2^5 are no integers here.
     """
     text = _FRAME.sub("", text).replace("−", "-").strip()
     text = _DEGREES.sub("", _UNIT.sub("", text))
     text = _LEFT_SIDE.sub("", _WRAPPED.sub(r"\1", text)).strip().rstrip(".").strip()
     text = _DEGREES.sub("", _THOUSANDS.sub("", text)).strip("{} ")
-    found = _INTEGER.fullmatch(text)
-    if found is None or len(found[2]) > 18:
+    match = _INTEGER.fullmatch(text)
+    if match is None or len(match[2]) > 18:
         return None
-    return int(found[1] + found[2])
+    return int(match[1] + match[2])

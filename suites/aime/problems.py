@@ -1,4 +1,4 @@
-"""Where the problems of AIME come from, and what their files may look like."""
+"""Where the problems of AIME are found, and their answers as integers."""
 
 from __future__ import annotations
 
@@ -53,13 +53,11 @@ DATASETS = {
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
-    from . import SUITE
-
-    return problems.prepare(request, suite="aime", datasets=DATASETS, default=SUITE.tasks, gold=gold)
+    return problems.prepare(request, suite="aime", datasets=DATASETS, gold=gold)
 
 
 def gold(answer: str, where: str) -> int:
-    """The answer of a record as an integer: "025" and 25 are the same. UserError if it is none from 0 to 999."""
+    """The answer of a record as an integer: "025" and 25 are the same. Raises UserError unless it is from 0 to 999."""
     value = integer(answer)
     if value is None or not 0 <= value <= 999:
         raise UserError(f"{where}: the answer {answer!r} is not an integer from 0 to 999, as AIME's are.")

@@ -33,7 +33,7 @@ PROTOCOLS = {
 
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .prepare import prepare
+    from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 

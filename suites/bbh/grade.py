@@ -1,5 +1,5 @@
-r"""Grading: the answer after the last "the answer is", or in the first line, compared as what it is: an option, a
-truth, a number, brackets, or words. No letter of it is cut off, whether a full stop follows or not.
+r"""Grading: the answer after the last "the answer is", or in the first line, is compared by its kind: an option, a
+truth value, a number, brackets, or words. No letter of it is cut off, whether a full stop follows or not.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _FRAME = re.compile(r"\$|\*\*|\\\(|\\\)|\\\[|\\\]|`")
 
 
 def chain_of_thought(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | str]:
-    """lm-eval `process_results` of the worked prompt. Without a marker there is no answer."""
+    """lm-eval `process_results` of the prompt with worked examples. Without a marker there is no answer."""
     return _graded(doc["target"], next(marked(results[0]), None))
 
 
 def direct(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float | str]:
-    """lm-eval `process_results` of the direct prompt: the first line with text, unless there is a marker."""
+    """lm-eval `process_results` of the direct prompt: the answer after a marker, else the first line with text."""
     line = next((line for line in results[0].splitlines() if line.strip()), "")
     return _graded(doc["target"], next(marked(results[0]), line))
 
 
 def _graded(target: str, answer: str | None) -> dict[str, float | str]:
-    found = canonical(answer, target) if answer is not None else None
-    return {"score": float(found is not None and found == canonical(target, target)), "answer": found or ""}
+    spelling = canonical(answer, target) if answer is not None else None
+    return {"score": float(spelling is not None and spelling == canonical(target, target)), "answer": spelling or ""}
 
 
 def canonical(answer: str, target: str) -> str | None:
-    """An answer in one spelling, read as the kind of thing that `target` is; None where it is no such thing.
+    """An answer in one spelling, read as the same kind of answer as `target`; None where it is of another kind.
 
-    (B), B, B) and "(b) text of the option" are (B); several options or numbers are none. Truths need to come first:
-    "No, ..." is no, and "not valid" is nothing. A number may follow an equals sign and be followed by its unit.
+    (B), B, B) and "(b) text of the option" are (B); several options or several numbers are None. A truth value has to
+    come first: "No, ..." is no, and "not valid" is None. A number may follow an equals sign and precede its unit.
     """
     text = _unwrapped(answer)
     if _OPTION.fullmatch(target):
@@ -80,9 +80,9 @@ def _option(text: str) -> str | None:
 
 def _number(text: str) -> str | None:
     text = _THOUSANDS.sub("", text.replace("−", "-")).rpartition("=")[2]
-    found = _ANY_NUMBER.search(text)
-    if found is None or _MORE_NUMBERS.match(text, found.end()):
+    match = _ANY_NUMBER.search(text)
+    if match is None or _MORE_NUMBERS.match(text, match.end()):
         return None
-    whole, _, fraction = found[0].partition(".")
+    whole, _, fraction = match[0].partition(".")
     digits = whole.lstrip("-").lstrip("0")
     return None if fraction.strip("0") else f"-{digits}" if digits and whole[0] == "-" else digits or "0"

@@ -1,6 +1,6 @@
-"""The prompts: what a task asks for and three worked examples, read from a file or from the installed lm-eval.
+"""The prompts: a task's description and three worked examples, read from a file or from the installed lm-eval.
 
-The texts are not part of this project: their authors ask that they are not spread (hence the canary line in the
+The texts are not part of this project, because their authors ask not to spread them (hence the canary line in the
 files). Both sources give the same prompts, in lm-eval's layout.
 """
 
@@ -33,30 +33,31 @@ class Example:
 
 @dataclass(frozen=True)
 class Shots:
-    """What a task asks for, and its examples."""
+    """A task's description and its worked examples."""
 
     description: str
     examples: Sequence[Example]
 
     def chain_of_thought(self, question: str) -> str:
-        """The prompt with worked examples, as lm-eval's bbh_cot_fewshot."""
+        """The prompt with worked examples, as in lm-eval's bbh_cot_fewshot."""
         shown = "".join(f"Q: {e.question}\nA: {THINK}\n{e.reasoning}\n\n" for e in self.examples)
         return f"{self.description}\n\n{shown}Q: {question}\nA: {THINK}\n"
 
     def direct(self, question: str) -> str:
-        """The prompt with the examples' answers only, as lm-eval's bbh_fewshot."""
+        """The prompt with the examples' answers only, as in lm-eval's bbh_fewshot."""
         shown = "".join(f"Q: {e.question}\nA: {e.answer}\n\n" for e in self.examples)
         return f"{self.description}\n\n{shown}Q: {question}\nA:"
 
     @property
     def sha256(self) -> str:
-        """Of the worked prompt without a question."""
+        """The hash of the prompt with worked examples and an empty question."""
         return hashlib.sha256(self.chain_of_thought("").encode()).hexdigest()
 
 
 def shots(subject: str, data_dir: Path | None) -> Shots:
-    """The prompt of a task: <data_dir>/bbh/cot-prompts/<task>.txt or <data_dir>/cot-prompts/<task>.txt where there is
-    one, else what the installed lm-eval has. Raises UserError naming the file if it is not such a prompt."""
+    """The description and examples of a task, from <data_dir>/bbh/cot-prompts/<task>.txt or
+    <data_dir>/cot-prompts/<task>.txt if it is there, else from the installed lm-eval. Raises UserError naming the file
+    if that is not such a prompt."""
     for folder in FOLDERS if data_dir else ():
         assert data_dir is not None
         path = data_dir / folder / f"{subject}.txt"
@@ -66,14 +67,14 @@ def shots(subject: str, data_dir: Path | None) -> Shots:
 
 
 def from_file(path: Path) -> Shots:
-    """A file of the authors' cot-prompts: a canary line, a line -----, and the prompt."""
+    """Read a file of the authors' cot-prompts: a canary line, a line of dashes, and the prompt."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
     body = text.partition(_CANARY_END)[2] or text
     description, _, _ = body.partition("\n\nQ: ")
-    examples = [_example(found[1], found[2], str(path)) for found in _EXAMPLE.finditer(body)]
+    examples = [_example(match[1], match[2], str(path)) for match in _EXAMPLE.finditer(body)]
     if len(examples) != 3 or description.startswith("Q: "):
         raise UserError(
             f"{path} is not a prompt of BBH: expected what the task asks for and three examples "
@@ -83,7 +84,7 @@ def from_file(path: Path) -> Shots:
 
 
 def from_lm_eval(subject: str) -> Shots:
-    """The same from the task files that come with lm-eval (MIT)."""
+    """Read the task file that comes with lm-eval (MIT)."""
     import lm_eval
     import yaml
 
@@ -102,7 +103,7 @@ def from_lm_eval(subject: str) -> Shots:
 
 def _example(question: str, reasoning: str, where: str) -> Example:
     reasoning = reasoning.rstrip("\n")
-    found = _ANSWER.fullmatch(reasoning)
-    if found is None:
+    match = _ANSWER.fullmatch(reasoning)
+    if match is None:
         raise UserError(f"{where}: an example does not end with its answer (So the answer is ...).")
-    return Example(question, reasoning, found[1])
+    return Example(question, reasoning, match[1])

@@ -37,3 +37,6 @@ COT = {f"bbh_{subject}": subject for subject in SUBJECTS}
 
 DIRECT = {f"bbh_{subject}_direct": subject for subject in SUBJECTS}
 """Names of the tasks with three examples that give their answers only."""
+
+SUBJECT_OF = COT | DIRECT
+"""The name of every task to its subject."""

@@ -8,21 +8,21 @@ from typing import Any
 
 from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
-__all__ = ["SUITE"]
+from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS
 
-TASKS = ("gsm8k", "longbench", "ruler", "text")
+__all__ = ["SUITE"]
 
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .prepare import prepare
+    from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 
 
 def _generator(plan: Any, load: Callable[[Any], Any]) -> Any:
-    from .generator import Forced
+    from .generator import TeacherForced
 
-    return Forced(plan, load(plan))
+    return TeacherForced(plan, load(plan))
 
 
 SUITE = Suite(
@@ -32,8 +32,8 @@ SUITE = Suite(
     tasks=TASKS,
     question="seen",
     context_field=None,
-    default_context=2048,
-    default_limit=20,
+    default_context=DEFAULT_CONTEXT,
+    default_limit=DEFAULT_LIMIT,
     prepare=_prepare,
     generator=_generator,
     protocols={"default": Protocol(source="this project", tasks=TASKS)},

@@ -1,4 +1,4 @@
-"""Cutting texts to a number of tokens, between words, as the model will count them."""
+"""Cutting texts between words to a number of tokens of the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PREPARED_CHARS = 4_000_000  # encoded at a time
 
 
 class Encoder:
-    """Counts and encodes plain text, without the tokens that a tokenizer puts around it (`around` of them)."""
+    """Counts and encodes plain text without special tokens. around: how many of those a text gets."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -27,22 +27,22 @@ class Encoder:
 
     def counts(self, texts: list[str]) -> list[int]:
         """Tokens of each text."""
-        found: list[int] = []
+        counts: list[int] = []
         batch: list[str] = []
         size = 0
         for text in [*texts, None]:
             if text is None or size > _PREPARED_CHARS:
                 if batch:
                     encoded = self._tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-                    found += [len(ids) for ids in encoded]
+                    counts += [len(ids) for ids in encoded]
                 batch, size = [], 0
             if text is not None:
                 batch.append(text)
                 size += len(text)
-        return found
+        return counts
 
     def after(self, prompt: str, continuation: str) -> list[int]:
-        """Ids of a continuation as it stands behind its prompt, the border between the two kept a border."""
+        """Token ids of a continuation behind its prompt, with no token across the border between the two."""
         tail = prompt[-200:]
         tail = tail[tail.find(" ") + 1 :] if len(prompt) > 200 else tail
         before, both = self.ids(tail), self.ids(tail + continuation)
@@ -50,7 +50,7 @@ class Encoder:
 
 
 class Words:
-    """A text as words with the blanks before them, and about how many tokens the first n of them take."""
+    """A text as words, each with the blanks before it, and about how many tokens its first n words take."""
 
     def __init__(self, text: str, encoder: Encoder):
         self._pieces = _PIECE.findall(text)
@@ -63,9 +63,10 @@ class Words:
         return self._tokens[-1]
 
     def window(self, start: int, prompt: int, continuation: int) -> tuple[str, list[int]] | None:
-        """A prompt of at most `prompt` tokens and as many as the words allow, and the ids of the `continuation`
-        tokens behind it. The continuation begins about `start + prompt` tokens into the text; None where there are
-        not enough."""
+        """The longest prompt of at most `prompt` tokens, and the ids of the `continuation` tokens behind it.
+
+        The continuation begins about `start + prompt` tokens into the text. None where the text is too short.
+        """
         border = bisect_right(self._tokens, start + prompt) - 1
         first = bisect_left(self._tokens, start)
         end = min(len(self._pieces), bisect_left(self._tokens, self._tokens[border] + continuation) + continuation // 8)

@@ -1,4 +1,4 @@
-"""What runs in the generator's place: the comparison of full and evicted cache, request by request."""
+"""The suite's generator: for each request it compares the full cache with the evicted one, teacher-forced."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from evictbench.models import machine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.evaluation.plan import Plan
+    from evictbench.evaluation.plan import RunPlan
     from evictbench.generation.generator import Request
 
 
-class Forced:
+class TeacherForced:
     """Feeds every prompt its document's continuation and measures it by `comparison`. device: the model's, in words."""
 
-    def __init__(self, plan: Plan, model: PreTrainedModel):
+    def __init__(self, plan: RunPlan, model: PreTrainedModel):
         settings = plan.settings
-        self.device = machine.device_of(model)
+        self.device = machine.device_names(model)
         self._documents = {name: task.task_docs for name, task in plan.tasks.items()}
         self.comparison = Comparison(
             model,
@@ -32,7 +32,7 @@ class Forced:
         )
 
     def run(self, requests: Iterable[Request]) -> Iterator[Measured]:
-        """Measure on every request; results come as they finish, in any order."""
+        """Measure every request. Results come as they finish, in any order."""
         return self.comparison.run(self._text(request) for request in requests)
 
     def _text(self, request: Request) -> Text:

@@ -1,4 +1,4 @@
-"""From a request to texts: a prompt and the token ids of its continuation, packed to the context asked for."""
+"""Making the texts of a request: each is a prompt and the token ids of its continuation, packed to the context."""
 
 from __future__ import annotations
 
@@ -7,30 +7,26 @@ from typing import Any, NoReturn
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Documents, Record, Unavailable
+from evictbench.suite.datasets import Documents
+from evictbench.suite.tasks import prepare_each, prepared_documents, task_names
 
 from .fit import Encoder
-from .sources import Found, Room, gsm8k, longbench, ruler, text
+from .sources import Room, Texts, gsm8k, longbench, ruler, text
+from .tasks import CARD_TOKENS, DEFAULT_CONTEXT, DEFAULT_LIMIT, LEAST_CONTEXT, TASKS
 
-CARD_TOKENS = 256
-"""Tokens of a continuation, unless --max-new-tokens says else (the task files carry it too)."""
-
-LEAST_CONTEXT = 64
-
-SOURCES: dict[str, Callable[[SuiteRequest, Encoder, Room, int], Found]] = {
+SOURCES: dict[str, Callable[[SuiteRequest, Encoder, Room, int], Texts]] = {
     "gsm8k": gsm8k,
     "longbench": longbench,
     "ruler": ruler,
     "text": text,
 }
+"""Task to what makes its texts."""
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
-    from . import SUITE
-
-    context = request.context or SUITE.default_context or 0
-    limit = request.limit or SUITE.default_limit or 0
+    context = request.context or DEFAULT_CONTEXT
+    limit = request.limit or DEFAULT_LIMIT
     if context < LEAST_CONTEXT:
         raise UserError(f"Fidelity needs a context of at least {LEAST_CONTEXT} tokens, not {context}.")
     if limit < 1:
@@ -38,31 +34,23 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
     encoder = Encoder(request.tokenizer)
     continuation = min(request.max_new_tokens or CARD_TOKENS, context // 2)
     room = Room(context - encoder.around, continuation)
-    documents: dict[str, Sequence[Record]] = {}
-    skipped: dict[str, str] = {}
     data: dict[str, str] = {}
-    for name in request.tasks or SUITE.tasks:
-        try:
-            found = SOURCES[name](request, encoder, room, limit)
-        except Unavailable as error:
-            if request.tasks and request.named:
-                raise
-            skipped[name] = str(error)
-            continue
-        documents[name] = Documents(found.texts, lambda index, record: record | {"index": index})
-        data |= found.data
-    if not documents:
-        raise UserError(f"No task of fidelity can be run. {' '.join(skipped.values())}")
-    return PreparedSuite(tasks=tuple(documents), metadata={"fidelity_texts": documents}, skipped=skipped, data=data)
+
+    def prepare_task(name: str) -> Documents:
+        texts = SOURCES[name](request, encoder, room, limit)
+        data.update(texts.data)
+        return Documents(texts.records, lambda index, record: record | {"index": index})
+
+    names = task_names(request, "fidelity", TASKS, TASKS)
+    prepared, skipped = prepare_each(request, "fidelity", names, prepare_task)
+    return PreparedSuite(tasks=tuple(prepared), metadata={"fidelity_texts": prepared}, skipped=skipped, data=data)
 
 
 def documents(task: str, fidelity_texts: Mapping[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
-    """lm-eval `custom_dataset` of every task: what `prepare` put into the metadata."""
-    if not fidelity_texts or task not in fidelity_texts:
-        raise UserError(f"{task} was not prepared: hand the metadata of SUITE.prepare(...) to TaskManager.")
-    return {"test": fidelity_texts[task]}
+    """lm-eval `custom_dataset` of every task: the texts that `prepare` put into the metadata."""
+    return prepared_documents(task, fidelity_texts)
 
 
 def no_text(doc: Mapping[str, Any], results: Sequence[str]) -> NoReturn:
-    """lm-eval `process_results`: there is no answer to grade."""
+    """lm-eval `process_results`, which is never called: there is no answer to grade."""
     raise RuntimeError("fidelity is measured by the suite's own generator; no text of it is graded")

@@ -1,6 +1,6 @@
-"""The texts: GSM8K solutions, LongBench contexts, RULER answers, a text file of the user's own.
+"""The sources of texts: GSM8K solutions, LongBench contexts, RULER answers, a text file of the user's own.
 
-Text i depends on the seed, the tokenizer and the room, and not on how many are asked for.
+Text i depends on the seed, the tokenizer and the room, but not on how many texts are asked for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from itertools import islice
 from pathlib import Path
 
 from evictbench.errors import UserError
+from evictbench.evaluation.tasks import load_tasks
 from evictbench.suite import SuiteRequest
 from evictbench.suite.datasets import Record, Unavailable, load
 
+from ..gsm8k.prepare import DATASET as GSM8K
+from ..longbench.prepare import dataset as longbench_dataset
+from ..longbench.tasks import TASKS as LONGBENCH_TASKS
+from ..ruler import SUITE as RULER_SUITE
 from .fit import Encoder, Words
 
 LONGBENCH = ("gov_report", "qmsum", "qasper", "narrativeqa", "multi_news")
-"""Tasks whose contexts are prose; those that are found are used."""
+"""Tasks whose contexts are prose. Those whose data is there are used."""
 
 RULER = ("niah_multivalue", "niah_multiquery", "vt", "cwe")
 """Tasks with more than one word to an answer."""
@@ -30,25 +35,24 @@ _CALCULATION = re.compile(r"<<[^>]*>>")
 
 @dataclass(frozen=True)
 class Room:
-    """Tokens of a whole text, those that a tokenizer puts in front not counted, and of its continuation at most."""
+    """Lengths in tokens. total: of prompt and continuation, without what the tokenizer puts around them. continuation:
+    of the longest continuation."""
 
     total: int
     continuation: int
 
 
 @dataclass(frozen=True)
-class Found:
-    """Texts (`input`, `continuation`, `continuation_ids`), and what they are made of: name to hash."""
+class Texts:
+    """records: texts with `input`, `continuation`, `continuation_ids`. data: what they are made of, name to hash."""
 
-    texts: Sequence[Record]
+    records: Sequence[Record]
     data: dict[str, str] = field(default_factory=dict)
 
 
-def gsm8k(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Found:
-    """Solved problems up to a question, and its reference solution as the continuation."""
-    from ..gsm8k.prepare import DATASET
-
-    loaded = load(DATASET, request.data_dir)
+def gsm8k(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Texts:
+    """Solved problems and a question as the prompt, its reference solution as the continuation."""
+    loaded = load(GSM8K, request.data_dir)
     solved = [
         (f"Question: {record['question'].strip()}\nAnswer:", f" {_CALCULATION.sub('', record['answer']).strip()}")
         for record in loaded.records
@@ -75,20 +79,17 @@ def gsm8k(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Fo
                 )
             examples.pop()
         texts.append(_text("".join(examples) + question, answer, continuation))
-    return Found(texts, {"gsm8k": f"{loaded.origin} sha256:{loaded.sha256}"})
+    return Texts(texts, {"gsm8k": f"{loaded.origin} sha256:{loaded.sha256}"})
 
 
-def longbench(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Found:
-    """The beginning of a context, and what follows in it."""
-    from ..longbench.prepare import dataset
-    from ..longbench.tasks import TASKS
-
+def longbench(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Texts:
+    """The beginning of a context as the prompt, and what follows in it as the continuation."""
     contexts: list[str] = []
     data: dict[str, str] = {}
     missing: list[Unavailable] = []
     for name in LONGBENCH:
         try:
-            loaded = load(dataset(TASKS[name]), request.data_dir)
+            loaded = load(longbench_dataset(LONGBENCH_TASKS[name]), request.data_dir)
         except Unavailable as error:
             missing.append(error)
             continue
@@ -108,26 +109,22 @@ def longbench(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -
         raise Unavailable(
             f"No LongBench context of {', '.join(data)} has {room.total} tokens: use a smaller --context."
         )
-    return Found(texts, data)
+    return Texts(texts, data)
 
 
-def ruler(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Found:
-    """A RULER prompt with its answer prefix, and the reference answers; tasks that fit the context take turns."""
-    from evictbench.evaluation.tasks import load_tasks
-
-    from ..ruler import SUITE as suite
-
+def ruler(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Texts:
+    """A RULER prompt with its answer prefix, and the reference answers as the continuation. Tasks take turns."""
     documents: list[Sequence[Record]] = []
     data: dict[str, str] = {}
     too_long: list[UserError] = []
     for name in RULER:
         asked = replace(request, tasks=(name,), chat=False, context=room.total, limit=limit)
         try:
-            prepared = suite.prepare(asked)
+            prepared = RULER_SUITE.prepare(asked)
         except UserError as error:
             too_long.append(error)
             continue
-        documents.append(load_tasks(suite, prepared)[name].task_docs)
+        documents.append(load_tasks(RULER_SUITE, prepared)[name].task_docs)
         data |= prepared.data
     if not documents:
         raise Unavailable(str(too_long[0]))
@@ -137,10 +134,10 @@ def ruler(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Fo
         doc = documents[task][turn]
         prompt, answer = f"{doc['input']} {doc['gen_prefix']}", f" {', '.join(doc['outputs'])}."
         texts.append(_text(prompt, answer, encoder.after(prompt, answer)[: room.continuation]))
-    return Found(texts, {f"ruler {name}": value for name, value in data.items()})
+    return Texts(texts, {f"ruler {name}": value for name, value in data.items()})
 
 
-def text(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Found:
+def text(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Texts:
     """Pieces of the file given with --haystack, no two of which overlap."""
     path = request.haystack
     if path is None:
@@ -161,7 +158,7 @@ def text(request: SuiteRequest, encoder: Encoder, room: Room, limit: int) -> Fou
             f"{path} has about {words.tokens} tokens, fewer than one text of {room.total}: use a smaller --context."
         )
     digest = hashlib.sha256(whole.encode()).hexdigest()
-    return Found(texts, {"text": f"{path.name} sha256:{digest}"})
+    return Texts(texts, {"text": f"{path.name} sha256:{digest}"})
 
 
 def _text(prompt: str, continuation: str, ids: Sequence[int]) -> Record:

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
+from evictbench.suite import PreparedSuite, Suite, SuiteRequest
+
+from .tasks import PROTOCOLS, TASKS
 
 __all__ = ["SUITE"]
 
-PROTOCOLS = {
-    "default": Protocol(
-        source="zero-shot, boxed, after Hold Onto That Thought (arXiv:2512.12008); greedy, 512 tokens: our choice",
-        tasks=("gsm8k",),
-    ),
-    "cot8": Protocol(
-        source="lm-eval 0.4.13, gsm8k_cot: the 8 examples of Wei et al. (arXiv:2201.11903), no chat template, greedy, "
-        "256 tokens",
-        tasks=("gsm8k_cot8",),
-        chat=False,
-    ),
-    "distillcache": Protocol(
-        source="DistillCache (arXiv:2608.08878): GSM8K with 8-shot chain of thought, greedy, 512 new tokens",
-        tasks=("gsm8k_cot8",),
-        chat=False,
-        max_new_tokens=512,
-    ),
-}
-
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .prepare import prepare
+    from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 
@@ -38,7 +21,7 @@ SUITE = Suite(
     name="gsm8k",
     summary="GSM8K: 1,319 word problems with a number as the answer, zero-shot or after 8 worked examples",
     folder=Path(__file__).parent,
-    tasks=("gsm8k", "gsm8k_cot8"),
+    tasks=TASKS,
     question="seen",
     context_field=None,
     default_context=None,

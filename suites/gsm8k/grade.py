@@ -1,4 +1,4 @@
-"""Grading: the number in the last box, or after the last "The answer is", compared as a number."""
+"""Grading: the number in the last box, or after the last "The answer is", is compared as a number."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Grades = dict[str, float | str]
 def boxed(doc: Mapping[str, Any], results: Sequence[str]) -> Grades:
     """lm-eval `process_results` of the zero-shot prompt.
 
-    Where there is no box at all, an answer after a marker counts instead; a box that never closes is a wrong answer.
-    score: 1 if the number is right. flexible: 1 if the last number of the text is (as lm-eval's flexible-extract).
-    answer: the number in plain digits, or nothing.
+    Without any box, an answer after a marker counts; a box that never closes is a wrong answer.
+    score: 1 if the number is right. flexible: 1 if the last number of the text is right (as in lm-eval's
+    flexible-extract). answer: the number in plain digits, "" for none.
     """
     text = results[0]
     content = last_boxed(text)
@@ -32,12 +32,12 @@ def boxed(doc: Mapping[str, Any], results: Sequence[str]) -> Grades:
 
 
 def chain_of_thought(doc: Mapping[str, Any], results: Sequence[str]) -> Grades:
-    """lm-eval `process_results` of the 8-shot prompt: the same metrics, from the last "The answer is N."."""
+    """lm-eval `process_results` of the 8-shot prompt: the metrics of `boxed` for the last "The answer is N."."""
     return _graded(doc, results[0], _marked_number(results[0]))
 
 
 def _marked_number(text: str) -> Fraction | None:
-    """The number after the last marker that has one; #### is GSM8K's own marker, for models trained on it."""
+    """The number after the last marker that has one. #### is GSM8K's own marker, for models trained on it."""
     hashes = reversed(_HASHES.findall(text))
     return next((value for answer in (*marked(text), *hashes) if (value := number(answer)) is not None), None)
 

@@ -1,4 +1,4 @@
-r"""Numbers as answers show them: $1,000.50, 18.00, -3, 1/2, \frac{1}{2}, 2 1/2."""
+r"""Numbers as answers spell them: $1,000.50, 18.00, -3, 1/2, \frac{1}{2}, 2 1/2."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _ENUMERATES = re.compile(r"\s*(?:,|;|\band\b|\bor\b|\bto\b|&)\s*[$€£]?\s*")
 
 
 def number(answer: str) -> Fraction | None:
-    """The number that an answer gives: of an equation what stands behind its last sign, else the first number, so
-    that units may follow. None where there is none, where several are offered (10, 20 or 30), or for powers.
+    """The number that an answer gives: the first one, which units may follow, or in an equation the first one behind
+    the last equals sign. None for an answer without a number, with several (10, 20 or 30), or with a power.
     """
     text = _plain(answer)
     if "=" in text:
         sides = [side for side in text.split("=") if _NUMBER.search(side)]
         text = sides[-1] if sides else ""
-    found = list(_NUMBER.finditer(text))
-    if not found or text[found[0].end() :].lstrip().startswith("^"):
+    matches = list(_NUMBER.finditer(text))
+    if not matches or text[matches[0].end() :].lstrip().startswith("^"):
         return None
-    if len(found) > 1 and _ENUMERATES.fullmatch(text[found[0].end() : found[1].start()]):
+    if len(matches) > 1 and _ENUMERATES.fullmatch(text[matches[0].end() : matches[1].start()]):
         return None
-    return _value(found[0])
+    return _value(matches[0])
 
 
 def last_number(text: str) -> Fraction | None:
     """The last number of a whole text, whatever it stands for."""
-    found = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
-    return _value(found[0]) if found else None
+    last = deque(_NUMBER.finditer(_plain(text)), maxlen=1)
+    return _value(last[0]) if last else None
 
 
 def spelled(value: Fraction | None) -> str:

@@ -1,4 +1,4 @@
-"""Where the problems come from, and the documents of both prompts."""
+"""The problems of GSM8K, made into documents for either prompt."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Documents, Record, load
+from evictbench.suite.tasks import prepared_documents, task_names
 
 from . import prompts
 from .numbers import number, spelled
+from .tasks import PROTOCOLS, TASKS
 
 DATASET = Dataset(
     name="GSM8K",
@@ -32,16 +34,12 @@ PROMPTS: dict[str, Callable[[str], str]] = {
     "gsm8k": prompts.boxed,
     "gsm8k_cot8": prompts.chain_of_thought,
 }
+"""Task to what makes a prompt of a question."""
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
-    from . import SUITE
-
-    names = tuple(dict.fromkeys(request.tasks or SUITE.protocols["default"].tasks))
-    for name in names:
-        if name not in PROMPTS:
-            raise UserError(f"GSM8K has no task {name!r}; there are {', '.join(PROMPTS)}.")
+    names = task_names(request, "GSM8K", TASKS, PROTOCOLS["default"].tasks)
     loaded = load(DATASET, request.data_dir)
     where = str(request.data_dir / loaded.origin) if request.data_dir else loaded.origin
     problems = [
@@ -56,10 +54,8 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
 
 
 def documents(task: str, gsm8k_documents: dict[str, Documents] | None = None, **_: object) -> dict[str, Documents]:
-    """lm-eval `custom_dataset` of both tasks: what `prepare` put into the metadata."""
-    if not gsm8k_documents or task not in gsm8k_documents:
-        raise UserError(f"{task} was not prepared: hand the metadata of SUITE.prepare(...) to TaskManager.")
-    return {"test": gsm8k_documents[task]}
+    """lm-eval `custom_dataset` of both tasks: the documents that `prepare` put into the metadata."""
+    return prepared_documents(task, gsm8k_documents)
 
 
 def _documents(prompt: Callable[[str], str], problems: list[Record]) -> Documents:
@@ -70,7 +66,7 @@ def _documents(prompt: Callable[[str], str], problems: list[Record]) -> Document
 
 
 def _gold(answer: object, where: str) -> str:
-    """The number after #### in a worked solution; an answer that is a number already stands for itself."""
+    """The number after #### in a worked solution, or an answer that is a number itself. UserError for any other."""
     value = number(str(answer).rpartition("####")[2].strip())
     if value is None:
         raise UserError(f"{where}: the answer does not end with #### and a number.")

@@ -11,7 +11,7 @@ __all__ = ["boxed", "chain_of_thought", "examples"]
 
 
 def chain_of_thought(question: str) -> str:
-    """The examples, and the question in their form; exactly what lm-eval's gsm8k_cot makes of it."""
+    """The examples, then the question in their form: exactly the prompt of lm-eval's gsm8k_cot."""
     return f"{examples()}Q: {question}\nA:"
 
 

@@ -12,7 +12,7 @@ __all__ = ["SUITE"]
 
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .prepare import prepare
+    from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 

@@ -1,7 +1,7 @@
 """LongBench's rule for prompts that are too long: keep the first and the last half of what fits.
 
-The length that counts is that of the prompt as the model is given it, chat template and answer included, so that
-what is kept always fits; upstream counts the text alone and may come out longer.
+The length is that of the prompt as the model reads it, chat template and answer included, so that the cut prompt always
+fits. Upstream counts the text alone, and its prompts may come out longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DATE_SLACK = 4  # tokens by which another day may lengthen a template that prin
 
 @dataclass(frozen=True)
 class Text:
-    """The user's text. border: where the context ends and the question begins. cut: whether some is left out."""
+    """The user's text. border: the character at which the question begins. cut: whether part of it is left out."""
 
     whole: str
     border: int
@@ -30,7 +30,7 @@ class Text:
 
 
 class Cutter:
-    """Cuts prompts to `room` tokens, chat template included, for one tokenizer; no room, no cutting."""
+    """Cuts prompts to `room` tokens, chat template included. room: None for prompts of any length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool, room: int | None):
         self.tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Cutter:
         self.room = room
 
     def fit(self, texts: Sequence[Text]) -> list[Text]:
-        """Each text as it is where it fits, else cut in the middle. UserError where nothing of use would be left."""
+        """Each text unchanged if it fits, else cut in the middle. Raises UserError where too little would be left."""
         if self.room is None:
             return list(texts)
         lengths = self._prompt_lengths([text.whole for text in texts])
@@ -51,7 +51,7 @@ class Cutter:
         limit = room - self._overhead
         while limit >= _LEAST:
             shorter = cut(text, limit, self.tokenizer)
-            # where the halves meet, and at a template's edges, tokens may come out otherwise than in the whole
+            # where the halves meet, and at a template's edges, the text may be tokenized in another way
             over = self._prompt_lengths([shorter.whole])[0] - room
             if over <= 0:
                 return shorter
@@ -63,7 +63,7 @@ class Cutter:
 
     @cached_property
     def _overhead(self) -> int:
-        """Tokens of a prompt beyond its text's own."""
+        """Tokens that a prompt has beyond those of its text."""
         return self._prompt_lengths(["x"])[0] - len(_ids(self.tokenizer, ["x"])[0])
 
     def _prompt_lengths(self, texts: Sequence[str]) -> list[int]:
@@ -86,9 +86,9 @@ class Cutter:
 
 
 def cut(text: Text, limit: int, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The text of the first limit // 2 tokens and of the last limit // 2 (an odd limit leaves one out).
+    """The text of the first and of the last limit // 2 tokens.
 
-    The border stays at the end of the context; where that end is itself cut away, it is where the halves meet.
+    The border stays at the end of the context; if that end is cut away, the border is where the halves meet.
     """
     half = limit // 2
     head, tail = _halves(text.whole, half, tokenizer)
@@ -98,10 +98,10 @@ def cut(text: Text, limit: int, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def _halves(text: str, half: int, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the first and the last `half` tokens stand for.
+    """The text of the first and of the last `half` tokens.
 
-    Taken from the text by the tokens' offsets, which is what decoding them gives, but whole: decoding drops a blank
-    at the beginning of the second half, or leaves half of a character, with some tokenizers.
+    It is taken from the text by the tokens' offsets. Decoding the tokens would drop a blank at the beginning of the
+    second half, or leave half a character, with some tokenizers.
     """
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -1,11 +1,11 @@
-"""The records of a task as lm-eval sees them: prompts rendered, and cut where they must be, when asked for."""
+"""The records of a task as lm-eval documents. Prompts are rendered on access, and cut where they are too long."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from evictbench.errors import UserError
+from evictbench.suite.tasks import prepared_documents
 
 from .cut import Cutter, Text
 
@@ -19,7 +19,7 @@ class Samples(Sequence[Document]):
     """A task's documents: `index`, `input`, `context`, `gen_prefix`, `answers`, `all_classes`, `words`, `cut`.
 
     `input` is the user's text, and `context` its beginning, up to the end of the template's {context}. A record is
-    measured on first use; of what is made, only texts that were cut are kept.
+    measured on first use. Only texts that were cut are kept in memory.
     """
 
     # lm-eval asks a data set for its columns
@@ -77,7 +77,5 @@ class Samples(Sequence[Document]):
 
 
 def documents(task: str, longbench_samples: Mapping[str, Samples] | None = None, **metadata: Any) -> dict[str, Samples]:
-    """lm-eval `custom_dataset` of every task: what `prepare` put into the metadata."""
-    if not longbench_samples or task not in longbench_samples:
-        raise UserError(f"{task} was not prepared: hand the metadata of SUITE.prepare(...) to TaskManager.")
-    return {"test": longbench_samples[task]}
+    """lm-eval `custom_dataset` of every task: the samples that `prepare` put into the metadata."""
+    return prepared_documents(task, longbench_samples)

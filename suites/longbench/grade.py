@@ -1,4 +1,4 @@
-"""lm-eval `process_results` of each metric: the best score over a document's references, and what goes with it."""
+"""lm-eval `process_results` of each metric: the best score over a document's references, and facts about the prompt."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def count(doc: Document, results: Results) -> Grade:
 
 
 def code(doc: Document, results: Results) -> Grade:
-    """Edit similarity of the next line of code. score_difflib: by the other of the two measures that are in use."""
+    """Edit similarity of the next line of code. score_difflib: by difflib, the other measure in use."""
     other = _best(doc, results[0], metrics.code_difflib)["score"]
     return {**_best(doc, results[0], metrics.code), "score_difflib": other}
 
 
 def _best(doc: Document, response: str, metric: Callable[[str, str], float]) -> Grade:
-    """score: in [0, 1]. cut: 1 where the prompt was cut in the middle. words: the length that the record states."""
+    """score: in [0, 1]. cut: 1 where the prompt was cut in the middle. words: the record's own length."""
     score = max(metric(response, reference) for reference in doc["answers"])
     return {"score": score, "cut": float(doc["cut"]), "words": float(doc["words"])}

@@ -1,4 +1,4 @@
-"""LongBench's metrics: one response against one reference, 0 to 1. The definitions are upstream's (metrics.py)."""
+"""LongBench's metrics: the score of one response against one reference, 0 to 1. Defined as in upstream's metrics.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_CODE = ("`", "#", "//")
 
 
 def f1(response: str, reference: str) -> float:
-    """F1 of the words, without case, punctuation and articles, as SQuAD has it."""
+    """F1 of the words, ignoring case, punctuation and articles, as in SQuAD."""
     return _f1(_words(response), _words(reference))
 
 
@@ -52,33 +52,33 @@ def rouge_l_zh(response: str, reference: str) -> float:
 
 
 def classification(response: str, reference: str, classes: Sequence[str]) -> float:
-    """1 / the number of classes that the response names, if the right one is among them; else 0.
+    """One over the number of classes that the response names, if the right one is among them; else 0.
 
-    A class whose name is part of the right one's does not count as named.
+    A class whose name is part of the right one's name does not count.
     """
     named = [name for name in classes if name in response and (name == reference or name not in reference)]
     return 1 / len(named) if reference in named else 0.0
 
 
 def retrieval(response: str, reference: str) -> float:
-    """Of the numbers in the response, the fraction that are the reference's paragraph ("Paragraph 3", "段落3")."""
-    found = PARAGRAPH.search(reference)
-    if found is None:
+    """The fraction of the response's numbers that are the reference's paragraph ("Paragraph 3", "段落3")."""
+    match = PARAGRAPH.search(reference)
+    if match is None:
         raise ValueError(f"the reference {reference!r} names no paragraph")
-    return count(response, found[1])
+    return count(response, match[1])
 
 
 def count(response: str, reference: str) -> float:
-    """Of the numbers in the response, the fraction that are the reference."""
+    """The fraction of the response's numbers that are the reference."""
     numbers = _NUMBER.findall(response)
     return numbers.count(reference) / len(numbers) if numbers else 0.0
 
 
 def code(response: str, reference: str) -> float:
-    """Edit similarity, in whole hundredths, of the reference and the response's first line that is code.
+    """Edit similarity of the reference and the response's first line of code, rounded to hundredths.
 
-    1 - d / (a + b) with d the insertions and deletions that turn one line into the other, and a and b their lengths:
-    fuzzywuzzy's ratio where python-Levenshtein is installed.
+    It is 1 - d / (a + b), where d counts the insertions and deletions that turn one line into the other, and a and b
+    are their lengths: fuzzywuzzy's ratio where python-Levenshtein is installed.
     """
     from rapidfuzz.distance import Indel
 
@@ -88,7 +88,7 @@ def code(response: str, reference: str) -> float:
 
 
 def code_difflib(response: str, reference: str) -> float:
-    """The same with difflib's matching blocks, which need not be the best: fuzzywuzzy's ratio by itself."""
+    """Edit similarity by difflib's matching blocks, which need not be optimal: fuzzywuzzy's ratio by itself."""
     from difflib import SequenceMatcher
 
     line = _code_line(response)
@@ -103,7 +103,7 @@ def first_line(response: str) -> str:
 
 
 def _code_line(response: str) -> str:
-    """The first line without a backquote, # or //, after any empty ones at the beginning; blanks count."""
+    """The first line without a backquote, # or //, after leading empty lines. Blanks are kept."""
     lines = response.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in _NOT_CODE)), "")
 
@@ -142,7 +142,7 @@ def _jieba() -> Any:
 
 @contextmanager
 def _room_to_recurse(words: int) -> Iterator[None]:
-    """`rouge` recurses once for each word of two sentences; beyond the limit upstream scores 0."""
+    """Raise the recursion limit: `rouge` recurses once per word of two sentences, and upstream scores 0 beyond it."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(before + words)
     try:

@@ -1,14 +1,14 @@
-"""From a request to tasks that are ready: their records found and checked, and the room that prompts have."""
+"""Making the tasks of a request ready: their records are read and checked, and the room for prompts is computed."""
 
 from __future__ import annotations
 
 import ast
 import json
-from difflib import get_close_matches
 from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest, datasets
+from evictbench.suite.tasks import prepare_each, task_names
 
 from .cut import Cutter
 from .documents import Samples
@@ -19,31 +19,24 @@ from .templates import TEMPLATES
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
-    names = _names(request.tasks)
+    names = task_names(request, "LongBench", TASKS, PROTOCOLS["default"].tasks)
     if request.limit is not None and request.limit < 1:
         raise UserError(f"The number of samples must be at least 1, not {request.limit}.")
-    found: dict[str, datasets.Loaded] = {}
-    samples: dict[str, Samples] = {}
-    skipped: dict[str, str] = {}
-    for name in names:
+    read: dict[str, datasets.Loaded] = {}
+
+    def prepare_task(name: str) -> Samples:
         task = TASKS[name]
-        try:
-            if task.records not in found:
-                found[task.records] = _load(task, request)
-        except datasets.Unavailable as error:
-            if request.tasks and request.named:
-                raise
-            skipped[name] = str(error)
-            continue
-        records = found[task.records].records[: request.limit]
-        samples[name] = Samples(name, TEMPLATES[task.template], records, _cutter(task, request))
-    if not samples:
-        raise UserError(f"No task of LongBench can be run. {next(iter(skipped.values()))}")
+        if task.records not in read:
+            read[task.records] = _load(task, request)
+        records = read[task.records].records[: request.limit]
+        return Samples(name, TEMPLATES[task.template], records, _cutter(task, request))
+
+    samples, skipped = prepare_each(request, "LongBench", names, prepare_task)
     return PreparedSuite(
         tasks=tuple(samples),
         metadata={"longbench_samples": samples},
         skipped=skipped,
-        data={f"longbench/{name}.jsonl": f"sha256:{loaded.sha256}" for name, loaded in found.items()},
+        data={f"longbench/{name}.jsonl": f"sha256:{loaded.sha256}" for name, loaded in read.items()},
     )
 
 
@@ -65,16 +58,8 @@ def dataset(task: Task) -> datasets.Dataset:
     )
 
 
-def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    for name in asked or ():
-        if name not in TASKS:
-            near = get_close_matches(name, TASKS, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(TASKS)}."
-            raise UserError(f"LongBench has no task {name!r}; {hint}")
-    return tuple(dict.fromkeys(asked)) if asked else PROTOCOLS["default"].tasks
-
-
 def _load(task: Task, request: SuiteRequest) -> datasets.Loaded:
+    """A task's records, their fields checked and lists read. Raises UserError for the first bad record."""
     loaded = datasets.load(dataset(task), request.data_dir)
     for number, record in enumerate(loaded.records, start=1):
         where = f"{loaded.origin}: record {number}"
@@ -94,7 +79,7 @@ def _load(task: Task, request: SuiteRequest) -> datasets.Loaded:
 
 
 def _texts(value: Any) -> list[str] | None:
-    """A list of texts, or one written out as text (some copies of the data have that); None for anything else."""
+    """A list of texts; some copies of the data hold it as JSON or Python text. None for anything else."""
     if isinstance(value, str):
         for reader in (json.loads, ast.literal_eval):
             try:
@@ -108,7 +93,7 @@ def _texts(value: Any) -> list[str] | None:
 
 
 def _cutter(task: Task, request: SuiteRequest) -> Cutter:
-    holds = [tokens for tokens in (request.window, request.context) if tokens is not None]
+    limits = [tokens for tokens in (request.window, request.context) if tokens is not None]
     answer = request.max_new_tokens or task.answer_tokens
-    room = min(holds) - answer if holds else None
+    room = min(limits) - answer if limits else None
     return Cutter(request.tokenizer, chat=request.chat and task.chat, room=room)

@@ -11,11 +11,11 @@ from typing import Literal
 
 from evictbench.suite import Protocol
 
-VERSION = "1.0"  # of prompts and grading: raise it when any of them changes (the task YAML carries it too)
+VERSION = "1.0"  # of prompts and grading: raise it when any of them changes (the task YAML states it too)
 
 HUB = "zai-org/LongBench"  # THUDM/LongBench until it was renamed
 REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
-ARCHIVE = "data.zip"  # its loading script is not supported any more; the archive holds data/<name>.jsonl
+ARCHIVE = "data.zip"  # holds data/<name>.jsonl; its loading script is no longer supported
 
 Metric = Literal[
     "f1",
@@ -94,7 +94,7 @@ E_TASKS = (
     "lcc",
     "repobench-p",
 )
-"""The tasks that LongBench-E has, with as many records of each length: below 4,000 words, below 8,000, and longer."""
+"""The tasks of LongBench-E. Each has as many records below 4,000 words as from there to 8,000, and above."""
 
 LONGBENCH_E: dict[str, Task] = {f"{name}_e": replace(OFFICIAL[name], records=f"{name}_e") for name in E_TASKS}
 
@@ -105,7 +105,7 @@ ROUGE_L: dict[str, Task] = {
     for name in ENGLISH_AND_CODE
     if not OFFICIAL[name].metric.endswith("rouge_l")
 }
-"""The same prompts graded with ROUGE-L, for protocols that grade all of LongBench so."""
+"""The prompts of the official tasks graded with ROUGE-L, for protocols that grade all of LongBench that way."""
 
 TASKS: dict[str, Task] = {**OFFICIAL, **LONGBENCH_E, **ROUGE_L}
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evictbench.suite import PreparedSuite, Protocol, Sampling, Suite, SuiteRequest
+from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
+
+from ..boxed import THINKING, THINKING_SOURCE
 
 __all__ = ["SUITE"]
 
 TASKS = ("math500",)
-THINKING = Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
 
 PROTOCOLS = {
     "default": Protocol(
-        source="Qwen3's model card for thinking (temperature 0.6, top-p 0.95, top-k 20, min-p 0, 32,768 tokens)",
+        source=THINKING_SOURCE,
         tasks=TASKS,
         sampling=THINKING,
     ),
@@ -34,7 +35,7 @@ PROTOCOLS = {
 
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .problems import prepare
+    from .problems import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 

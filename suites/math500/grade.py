@@ -1,4 +1,4 @@
-r"""Answers as mathematics: the last \boxed{} of a response against the gold, as text first, then by math-verify."""
+r"""Grading mathematics: the last \boxed{} of a response is compared with the gold, as text, then by math-verify."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..boxed import last_boxed
 from . import judge
 
 LONGEST = 1000
-"""Characters of an answer that is compared as mathematics: no gold has more than some 150, and a model that repeats
-itself may fill a box with thousands."""
+"""Characters of the longest answer that is compared as mathematics. No gold answer has more than some 150, and a model
+that repeats itself may fill a box with thousands."""
 
 _FRAME = re.compile(r"^(?:\*\*|\$|\\\(|\\\[|`)+|(?:\*\*|(?<!\\)\$|\\\)|\\\]|`|(?<=[\w})\]$*])\.)+$")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -50,12 +50,12 @@ def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str,
 
 
 def unframed(text: str) -> str:
-    """An answer without what stands around it: dollar signs, asterisks, a full stop."""
+    """An answer without dollar signs, asterisks or a full stop around it."""
     return _FRAME.sub("", text.strip()).strip()
 
 
 def plain(text: str) -> str:
-    """An answer as plain as can be without reading it as mathematics; equal texts are equal answers."""
+    """An answer simplified as text, without reading it as mathematics. Equal texts are equal answers."""
     text = unframed(text)
     for pattern, replacement in _PLAIN:
         text = pattern.sub(replacement, text)

@@ -1,6 +1,6 @@
-"""math-verify behind a wall clock: comparisons in a child process that is killed and replaced when one takes too long.
+"""math-verify with a time limit: comparisons run in a child process, which is replaced if one takes too long.
 
-math-verify's own limits are signals: they work in a main thread only, and not inside long integer arithmetic.
+math-verify's own limits are signals, which work in a main thread only, and not inside long integer arithmetic.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from importlib import metadata
 from pathlib import Path
 
 LIMIT_SECONDS = 10.0
-"""For one comparison; the ones that end take some hundredths of a second."""
+"""The limit of one comparison. Those that end take some hundredths of a second."""
 
 START_SECONDS = 120.0
-"""For the child to start and import; on a network drive that is cold it takes its time."""
+"""The limit for the child to start and import, which can take long from a network drive."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """equal: whether the answers are the same to math-verify. shown: the answer as it was read, "" if it was not.
-    timed_out: the comparison did not end within the limit, or took its process down."""
+    """The result of a comparison. equal: whether math-verify takes the answers for equal. shown: the answer as it read
+    it, "" if it could not. timed_out: the comparison did not end within the limit, or ended its process."""
 
     equal: bool
     shown: str = ""
@@ -37,7 +37,7 @@ class Verdict:
 class Judge:
     """Compares answers in a child process of its own, from any thread, one at a time.
 
-    The child starts with the first comparison, and ends with `close`, or with this process, however that ends.
+    The child starts with the first comparison. It ends with `close` or with this process, however that ends.
     """
 
     def __init__(self, limit_seconds: float = LIMIT_SECONDS):
@@ -93,7 +93,7 @@ class Judge:
 
 
 def _ask(child: subprocess.Popen[str], line: str | None, seconds: float) -> str:
-    """The child's next line, after giving it one; "" if it ended, or was killed because `seconds` were over."""
+    """The child's next line, after writing `line` to it; "" if the child ended, or was killed after `seconds`."""
     assert child.stdin is not None
     assert child.stdout is not None
     clock = threading.Timer(seconds, child.kill)
@@ -115,7 +115,7 @@ def version() -> str:
     return metadata.version("math-verify")
 
 
-_judges: dict[int, Judge] = {}  # by process: a fork must not share its parent's pipes
+_judges: dict[int, Judge] = {}  # by process id: a fork must not share its parent's pipes
 _making = threading.Lock()
 
 

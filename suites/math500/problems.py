@@ -1,4 +1,4 @@
-"""Where the problems of MATH-500 come from, and what their files may look like."""
+"""Where the problems of MATH-500 are found, and their answers in LaTeX."""
 
 from __future__ import annotations
 
@@ -28,24 +28,17 @@ DATASET = Dataset(
     split="test",
     fields=(),
 )
+DATASETS = {"math500": DATASET}
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the task ready, and name the grader in the result's data; errors as of `evictbench.suite.Suite`."""
-    from . import SUITE
-
-    return problems.prepare(
-        request,
-        suite="math500",
-        datasets={"math500": DATASET},
-        default=SUITE.tasks,
-        gold=gold,
-        versions={"math-verify": version()},
-    )
+    """Make the task of a request ready, with the grader's version in the result's data; see evictbench.suite.spec.Suite
+    for what may be raised."""
+    return problems.prepare(request, suite="math500", datasets=DATASETS, gold=gold, versions={"math-verify": version()})
 
 
 def gold(answer: str, where: str) -> str:
-    """The answer of a record, in LaTeX. UserError if its braces do not balance: no response could equal it."""
+    """The answer of a record, in LaTeX. Raises UserError if its braces do not balance: no response could equal it."""
     depth = 0
     for index, character in enumerate(answer):
         if character in "{}" and answer[index - 1 : index] != "\\":

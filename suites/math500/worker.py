@@ -1,7 +1,8 @@
-"""The child process of judge.py: one comparison a line, in and out, as JSON. Run as a file, it imports nothing of ours.
+"""The child process of judge.py: a comparison comes in on each line and goes out on one, as JSON. It runs as a file and
+imports nothing of ours.
 
-A comparison may run forever or take all memory (a tower of powers does both): the parent kills this process at its
-limit. Should the parent be gone, the alarm clock does it; and memory has a ceiling.
+A comparison may run forever or take all memory (a tower of powers does both). The parent kills this process at its
+time limit; if the parent is gone, an alarm does. Memory is limited too.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def compare(gold: str, answer: str) -> dict[str, Any]:
 
 
 def main(alarm_seconds: int) -> None:
-    """Answer until the parent closes the pipe. Whatever goes wrong in a comparison makes it unequal."""
+    """Answer until the parent closes the pipe. A comparison that fails is unequal."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not look like an answer
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    compare("1", "1.0")  # everything imported and its tables built before the clock of the first comparison runs
+    compare("1", "1.0")  # imports everything and builds tables before the first comparison is timed
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         if hasattr(signal, "alarm"):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
-from .tasks import TASKS
+from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS
 
 __all__ = ["SUITE"]
 
 
 def _prepare(request: SuiteRequest) -> PreparedSuite:
-    from .prepare import prepare
+    from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
 
@@ -24,7 +24,7 @@ SUITE = Suite(
     tasks=tuple(TASKS),
     question="unseen",
     context_field="context",
-    default_context=4096,
-    default_limit=100,
+    default_context=DEFAULT_CONTEXT,
+    default_limit=DEFAULT_LIMIT,
     prepare=_prepare,
 )

@@ -1,4 +1,4 @@
-"""The samples of a task as lm-eval sees them: documents made when they are asked for."""
+"""The samples of a task as lm-eval documents, made on access."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from evictbench.errors import UserError
+from evictbench.suite.tasks import prepared_documents
 
 from .fit import Draft, Meter, Prompt, fit
 from .seeds import Draws, draws
@@ -22,14 +23,14 @@ class Maker(Protocol):
     """Makes the drafts of one task."""
 
     def draft(self, sample: int, draws: Draws) -> Draft:
-        """The draft of a sample, all its chance from `draws`."""
+        """The draft of a sample. All its random numbers come from `draws`."""
 
 
 class Samples(Sequence[Document]):
     """A task's documents: `index`, `input`, `context`, `outputs`, `gen_prefix`, `prompt_tokens`.
 
-    Made in small batches on first use, so that a run starts at once at any length; document i is the same
-    whatever was asked for before. `numbers[i]` is the sample that the maker is asked for as document i.
+    They are made in small batches on first use, so that a run of any length starts at once. Document i is the same
+    whatever was asked for before; `numbers[i]` is the sample that the maker drafts for it.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class Samples(Sequence[Document]):
             index += len(self)
         if not 0 <= index < len(self):
             raise IndexError(index)
-        batch, place = divmod(index, self._batch)
+        batch, offset = divmod(index, self._batch)
         if batch not in self._kept:
             self._kept[batch] = self._make(range(len(self))[batch * self._batch : (batch + 1) * self._batch])
             while len(self._kept) > max(1, _KEPT_TOKENS // (self._batch * self.context)):
                 self._kept.popitem(last=False)
         self._kept.move_to_end(batch)
-        return self._kept[batch][place]
+        return self._kept[batch][offset]
 
     def __iter__(self) -> Iterator[Document]:
         return (self[index] for index in range(len(self)))
@@ -115,7 +116,5 @@ class Samples(Sequence[Document]):
 
 
 def documents(task: str, ruler_samples: Mapping[str, Samples] | None = None, **metadata: Any) -> dict[str, Samples]:
-    """lm-eval `custom_dataset` of every task: what `prepare` put into the metadata."""
-    if not ruler_samples or task not in ruler_samples:
-        raise UserError(f"{task} was not prepared: hand the metadata of SUITE.prepare(...) to TaskManager.")
-    return {"test": ruler_samples[task]}
+    """lm-eval `custom_dataset` of every task: the samples that `prepare` put into the metadata."""
+    return prepared_documents(task, ruler_samples)

@@ -1,23 +1,34 @@
-"""From a request to tasks that are ready: which fit, which do not and why, and what they are made of."""
+"""Making the tasks of a request ready: those that fit the context, those that do not, and the data that they use."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from functools import cached_property
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
+from evictbench.suite.datasets import Unavailable
+from evictbench.suite.tasks import prepare_each, task_names
 
 from . import haystack, hub, wordlists
 from .documents import Maker, Samples
-from .errors import Unavailable
 from .fit import Meter
 from .haystack import Essay
 from .niah import NeedleTask
 from .qa import QuestionTask
 from .qa_data import Corpus, Dataset, find
 from .seeds import draws
-from .tasks import TASKS, VERSION, CommonWords, FrequentWords, Needles, Questions, Settings, Tracking
+from .tasks import (
+    DEFAULT_CONTEXT,
+    DEFAULT_LIMIT,
+    TASKS,
+    VERSION,
+    CommonWords,
+    FrequentWords,
+    Needles,
+    Questions,
+    Settings,
+    Tracking,
+)
 from .tracking import TrackingTask
 from .words import CommonWordsTask, FrequentWordsTask
 
@@ -26,28 +37,18 @@ _PROBES = 16  # drafts whose least haystack is measured to find a task's least l
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
-    from . import SUITE
-
-    names = _names(request.tasks)
-    context = request.context or SUITE.default_context or 0
-    limit = request.limit or SUITE.default_limit or 0
+    names = task_names(request, "RULER", TASKS, TASKS)
+    context = request.context or DEFAULT_CONTEXT
+    limit = request.limit or DEFAULT_LIMIT
     if context < 1 or limit < 1:
         raise UserError(f"The context and the number of samples must be at least 1, not {min(context, limit)}.")
     if request.data_dir and not request.data_dir.is_dir():
         raise UserError(f"The data folder {request.data_dir} does not exist.")
 
     sources = _Sources(request)
-    samples: dict[str, Samples] = {}
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            samples[name] = _samples(name, sources, context, limit, request.seed)
-        except Unavailable as error:
-            if request.tasks and request.named:
-                raise
-            skipped[name] = str(error)
-    if not samples:
-        raise UserError(f"No RULER task can run: {' '.join(skipped.values())}")
+    samples, skipped = prepare_each(
+        request, "RULER", names, lambda name: _samples(name, sources, context, limit, request.seed)
+    )
     return PreparedSuite(
         tasks=tuple(samples),
         metadata={"ruler_samples": samples},
@@ -56,17 +57,8 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
     )
 
 
-def _names(asked: tuple[str, ...] | None) -> tuple[str, ...]:
-    for name in asked or ():
-        if name not in TASKS:
-            near = get_close_matches(name, TASKS, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(TASKS)}."
-            raise UserError(f"RULER has no task {name!r}; {hint}")
-    return tuple(dict.fromkeys(asked)) if asked else tuple(TASKS)
-
-
 class _Sources:
-    """What tasks are made of, read when first needed."""
+    """The data that tasks are made of, each read when first needed."""
 
     def __init__(self, request: SuiteRequest):
         self._request = request
@@ -79,10 +71,10 @@ class _Sources:
         if path is None:
             return haystack.own_prose(self.meter)
         if path == haystack.HUB and not path.exists():
-            found = hub.essays()
-            if isinstance(found, str):
-                raise UserError(f"The hub's essays cannot be had ({found}); give a text file as haystack.")
-            return haystack.from_text(found.name, "\n".join(found.records), self.meter)
+            essays = hub.essays()
+            if isinstance(essays, str):
+                raise UserError(f"The hub's essays cannot be had ({essays}); give a text file as haystack.")
+            return haystack.from_text(essays.name, "\n".join(essays.records), self.meter)
         return haystack.from_path(path, self.meter)
 
     def corpus(self, dataset: Dataset) -> Corpus:
@@ -91,7 +83,7 @@ class _Sources:
         return self._corpora[dataset]
 
     def named(self, tasks: dict[str, Samples]) -> dict[str, str]:
-        """Name and hash of each input that these tasks use."""
+        """Name to hash or version of each input that these tasks use."""
         used: dict[str, str] = {}
         for settings in (TASKS[name].settings for name in tasks):
             if isinstance(settings, Questions):
@@ -104,6 +96,7 @@ class _Sources:
 
 
 def _samples(name: str, sources: _Sources, context: int, limit: int, seed: int) -> Samples:
+    """A task's samples. Raises Unavailable where the context is too small for them, or their data is missing."""
     task = TASKS[name]
     room = max(1, context - task.answer_tokens)
     maker = _maker(task.settings, sources, context, room)

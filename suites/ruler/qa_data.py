@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evictbench.errors import UserError
+from evictbench.suite.datasets import Unavailable
 
 from . import hub
-from .errors import Unavailable
 
 Dataset = Literal["squad", "hotpotqa"]
 
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Corpus:
-    """source: what it was read from. name: the same with its size and hash, for the result."""
+    """Documents and questions about them. source: where they were read. name: source, sizes, hash, for the result."""
 
     source: str
     name: str
@@ -41,7 +41,7 @@ class Corpus:
 
 
 def find(dataset: Dataset, data_dir: Path | None) -> Corpus:
-    """From `data_dir` if it has the data set, else from the hub if it can be reached.
+    """The corpus of a data set, from `data_dir` if it is there, else from the hub if that can be reached.
 
     Looks for *.json in <data_dir>/<dataset> and <data_dir>/ruler/<dataset>. Raises Unavailable where there
     is nothing, and UserError naming the file and the field where a file has another format.
@@ -49,15 +49,15 @@ def find(dataset: Dataset, data_dir: Path | None) -> Corpus:
     for folder in (data_dir / dataset, data_dir / "ruler" / dataset) if data_dir else ():
         if files := sorted(folder.glob("*.json")):
             return from_files(dataset, files)
-    found = hub.squad() if dataset == "squad" else hub.hotpotqa()
-    if isinstance(found, str):
+    copy = hub.squad() if dataset == "squad" else hub.hotpotqa()
+    if isinstance(copy, str):
         looked = f"in {data_dir / dataset} (*.json)" if data_dir else f"in a data folder ({dataset}/*.json)"
-        raise Unavailable(f"The {dataset} data is neither {looked} nor to be had from the hub: {found}.")
-    return _corpus(dataset, found.name, [(f"{found.name}[{i}]", r) for i, r in enumerate(found.records)])
+        raise Unavailable(f"The {dataset} data is neither {looked} nor to be had from the hub: {copy}.")
+    return _corpus(dataset, copy.name, [(f"{copy.name}[{i}]", record) for i, record in enumerate(copy.records)])
 
 
 def from_files(dataset: Dataset, files: Iterable[Path]) -> Corpus:
-    """SQuAD's or HotpotQA's own json format; several files are read as one."""
+    """Read files in SQuAD's or HotpotQA's own JSON format; several are read as one."""
     records: list[tuple[str, Any]] = []
     for file in files:
         try:

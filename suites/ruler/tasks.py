@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-VERSION = 1  # of the prompts: raise it when any of them changes (the task YAML carries it too)
+VERSION = 1  # of the prompts: raise it when any of them changes (the task YAML states it too)
+
+DEFAULT_CONTEXT, DEFAULT_LIMIT = 4096, 100
+"""Tokens of a sample, and samples of a task, where a request states none."""
 
 Haystack = Literal["noise", "needles", "essay"]
 Kind = Literal["words", "numbers", "uuids"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.against_kvpress import NUMBERS, command, compared, rate, seconds, spread, take_turns
-from benchmarks.serving import Arm, PeakMemory
+from benchmarks.serving import ArmProcess, PeakMemory
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ serve({"add": add, "leave": leave})
 
 @pytest.fixture
 def echo():
-    arm = Arm("echo", [sys.executable, "-c", ECHO], ROOT)
+    arm = ArmProcess("echo", [sys.executable, "-c", ECHO], ROOT)
     yield arm
     arm.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recording import on_tape
+from graph_recording import on_tape
 
 from benchmarks import gpu_check, gpu_equality
 from benchmarks.gpu_check import DMS_MEAN, FULL, KVPOP, NONE, Plan, contenders, goals, main, shown
@@ -90,7 +90,7 @@ def test_logits_that_differ_are_found(model, monkeypatch):
 
 def test_a_policy_that_fails_is_a_line_and_not_the_end(model):
     found = compare("no_such_policy", model, "cpu", (20,), 1)
-    assert found.words.startswith("failed: KeyError")
+    assert found.verdict.startswith("failed: KeyError")
     assert not found.equal
 
 
@@ -144,14 +144,14 @@ def test_what_fails_is_said_in_the_lines(model, monkeypatch):
 def test_a_failed_recording_leaves_the_cache_its_own_begin(model):
     plan, bench = tiny_bench(model)
     one = next(one for one in bench.contenders if one.name == "h2o")
-    arm, _ = bench._made(one, plan.lengths[0], 1)
+    arm, _ = bench._start(one, plan.lengths[0], 1)
 
     def fails(run):
         run()
         raise RuntimeError("not recorded")
 
     with pytest.raises(RuntimeError, match="not recorded"):
-        RecordedStep(arm.feeder, arm.cache, arm.tokens(), fails)
+        RecordedStep(arm.runner, arm.cache, arm.tokens(), fails)
     arm.step()
     assert arm.cache.seen == [plan.lengths[0] + 3 + 1 + 1]
 

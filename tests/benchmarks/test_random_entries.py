@@ -11,8 +11,7 @@ from benchmarks.random_policies import gate, policy_for
 from benchmarks.steps import Oldest
 from evictbench.cache.paged.pool import PAGE
 from evictbench.errors import UserError
-from evictbench.generation.batching import admit
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.policy import ModelShape
 from evictbench.policy.budget import Budget
 
@@ -25,16 +24,16 @@ def model():
     return small_model()
 
 
-def feeder_of(model, name, budget=Budget(tokens=128)):  # noqa: B008
+def runner_for(model, name, budget=Budget(tokens=128)):  # noqa: B008
     policy = Oldest() if name == "no policy" else policy_for(name, model.config, 16)
-    return Feeder(model, policy, budget if policy.needs_budget else None, chunk=64)
+    return ModelRunner(model, policy, budget if policy.needs_budget else None, chunk=64)
 
 
-def has_read(feeder, rows, seen):
-    cache = feeder.new_cache(rows=rows)
-    prompt, _ = feeder.read([place % VOCABULARY for place in range(seen)])
+def has_read(runner, rows, seen):
+    cache = runner.new_cache(rows=rows)
+    prompt, _ = runner.prefill([place % VOCABULARY for place in range(seen)])
     for _ in range(rows):
-        admit(cache, prompt)
+        cache.admit(prompt)
     return cache
 
 
@@ -53,31 +52,31 @@ def held_tensors(cache):
 @pytest.mark.parametrize("name", SLOTS)
 @torch.no_grad()
 def test_slots_are_as_after_reading(model, name, seen):
-    feeder = feeder_of(model, name)
-    cache, other = filled(feeder, 2, seen), has_read(feeder, 2, seen)
+    runner = runner_for(model, name)
+    cache, other = filled(runner, 2, seen), has_read(runner, 2, seen)
     assert held_tensors(cache) == held_tensors(other)
-    assert (cache.seen, cache.held, cache.prompts, cache.holes) == (other.seen, other.held, other.prompts, other.holes)
+    assert cache.rows == other.rows
     policy = cache.policy
     for step in range(6):
         assert cache.nbytes() == cache.bytes_held
         assert cache.nbytes() == other.nbytes() + (cache.shift.nbytes() - other.shift.nbytes() if cache.shift else 0)
-        assert cache.held == other.held
+        assert [row.held for row in cache.rows] == [row.held for row in other.rows]
         for layer in range(cache.shape.layers):
             kept, theirs = cache.kept(layer, 1), other.kept(layer, 1)
             assert kept.shape == theirs.shape
             assert bool((kept.diff(dim=-1) > 0).all())
             assert int(kept.max()) < seen + step
-            assert bool((kept[:, : min(policy.sinks, cache.held[0])] == torch.arange(policy.sinks)).all())
+            assert bool((kept[:, : min(policy.sinks, cache.rows[0].held)] == torch.arange(policy.sinks)).all())
         for one in (cache, other):
-            assert bool(feeder.feed(one, [[3], [4]], list(one.seen)).isfinite().all())
-    assert cache.occupancy == other.occupancy
+            assert bool(runner.forward(one, [[3], [4]], list(one.seen)).isfinite().all())
+    assert cache.rows == other.rows
 
 
 @pytest.mark.parametrize(("budget", "mean"), [(Budget(tokens=128), 128), (Budget(share=0.25), 75)])
 @torch.no_grad()
 def test_pages_hold_what_the_budget_comes_to(model, budget, mean):
-    feeder = feeder_of(model, "dms", budget)
-    cache = filled(feeder, 2, SEEN)
+    runner = runner_for(model, "dms", budget)
+    cache = filled(runner, 2, SEEN)
     lengths = []
     for layer in cache.layers:
         for row in range(2):
@@ -89,22 +88,22 @@ def test_pages_hold_what_the_budget_comes_to(model, budget, mean):
         visible, length = layer.pool.visible.tolist(), layer.pool.length.tolist()
         assert visible == length
         assert layer.pool.pages * PAGE >= sum(length)
-        assert bool((layer.pool.buffers["deadlines"] > SEEN).sum() == sum(length))
+        assert bool((layer.pool.buffers["expiry"] > SEEN).sum() == sum(length))
     assert sum(lengths) / len(lengths) == pytest.approx(mean, abs=2)
     assert max(lengths) > 1.2 * min(lengths)
     assert cache.nbytes() == cache.bytes_held
     for step in range(20):
-        assert bool(feeder.feed(cache, [[3], [4]], list(cache.seen)).isfinite().all())
+        assert bool(runner.forward(cache, [[3], [4]], list(cache.seen)).isfinite().all())
         assert cache.seen == [SEEN + step + 1] * 2
     assert cache.nbytes() == cache.bytes_held
-    assert cache.occupancy[0].largest < max(lengths) + 21
+    assert cache.rows[0].occupancy.largest < max(lengths) + 21
 
 
 def test_what_is_more_than_random_numbers_is_refused(model):
     for name in ("indexmem_pp", "snapkv"):
         budget = Budget(tokens=200)
         with pytest.raises(UserError, match="by reading only"):
-            filled(feeder_of(model, name, budget), 1, SEEN)
+            filled(runner_for(model, name, budget), 1, SEEN)
 
 
 def test_positions_are_distinct_and_include_what_is_protected():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recording import on_tape
+from graph_recording import on_tape
 
 from benchmarks.gpu_equality import VOCABULARY, small_model
 from benchmarks.random_policies import policy_for
 from benchmarks.recorded_step import WARM_STEPS, RecordedStep
 from benchmarks.steps import Oldest
 from evictbench.errors import UserError
-from evictbench.generation.batching import admit
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.policy.budget import Budget
 
 STEPS = 8
@@ -27,12 +26,12 @@ def model():
 def read(model, name, budget=Budget(tokens=128)):  # noqa: B008
     """Two rows that have read prompts of different lengths, both longer than the budget."""
     policy = Oldest() if name == "no policy" else policy_for(name, model.config, 16)
-    feeder = Feeder(model, policy, budget if policy.needs_budget else None, chunk=64)
-    cache = feeder.new_cache(rows=2)
+    runner = ModelRunner(model, policy, budget if policy.needs_budget else None, chunk=64)
+    cache = runner.new_cache(rows=2)
     for length in (170, 140):
-        prompt, _ = feeder.read([(7 * place + length) % VOCABULARY for place in range(length)])
-        admit(cache, prompt)
-    return feeder, cache
+        prompt, _ = runner.prefill([(7 * place + length) % VOCABULARY for place in range(length)])
+        cache.admit(prompt)
+    return runner, cache
 
 
 def tokens(step):
@@ -42,15 +41,15 @@ def tokens(step):
 @pytest.mark.parametrize("name", SLOTS)
 @torch.no_grad()
 def test_repetitions_are_the_next_steps(model, name):
-    feeder, ordinary = read(model, name)
+    runner, ordinary = read(model, name)
     other, cache = read(model, name)
     for step in range(WARM_STEPS):
-        feeder.feed(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))
-        other.feed(cache, tokens(step)[:, None].tolist(), list(cache.seen))
+        runner.forward(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))
+        other.forward(cache, tokens(step)[:, None].tolist(), list(cache.seen))
     tapes = []
     recorded = None
     for step in range(WARM_STEPS, WARM_STEPS + STEPS):
-        expected = feeder.feed(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))[:, -1]
+        expected = runner.forward(ordinary, tokens(step)[:, None].tolist(), list(ordinary.seen))[:, -1]
         if recorded is None:
             recorded = RecordedStep(other, cache, tokens(step), on_tape(tapes))
             found = recorded.logits
@@ -60,20 +59,19 @@ def test_repetitions_are_the_next_steps(model, name):
         for layer in range(cache.shape.layers):
             for row in range(2):
                 assert torch.equal(cache.kept(layer, row), ordinary.kept(layer, row))
-        assert (cache.seen, cache.held, cache.holes) == (ordinary.seen, ordinary.held, ordinary.holes)
-        assert cache.occupancy == ordinary.occupancy
+        assert cache.rows == ordinary.rows
     assert tapes[0].illegal() == set()
     assert cache.nbytes() == cache.bytes_held == ordinary.nbytes()
     # Goes on by itself: the recording has left nothing behind.
-    feeder.feed(ordinary, [[1], [2]], list(ordinary.seen))
-    other.feed(cache, [[1], [2]], list(cache.seen))
+    runner.forward(ordinary, [[1], [2]], list(ordinary.seen))
+    other.forward(cache, [[1], [2]], list(cache.seen))
     assert torch.equal(cache.kept(0, 1), ordinary.kept(0, 1))
 
 
 @torch.no_grad()
 def test_the_full_cache_repeats_one_step(model):
-    feeder, cache = read(model, "full")
-    recorded = RecordedStep(feeder, cache, tokens(0), on_tape([]), moves=False)
+    runner, cache = read(model, "full")
+    recorded = RecordedStep(runner, cache, tokens(0), on_tape([]), moves=False)
     first, seen = recorded.logits.clone(), list(cache.seen)
     assert torch.equal(recorded.step(tokens(5)), first)
     assert cache.seen == seen
@@ -81,10 +79,10 @@ def test_the_full_cache_repeats_one_step(model):
 
 @torch.no_grad()
 def test_a_step_unlike_the_next_is_refused(model):
-    feeder, cache = read(model, "h2o", Budget(tokens=512))
+    runner, cache = read(model, "h2o", Budget(tokens=512))
     with pytest.raises(UserError, match="not full"):
-        RecordedStep(feeder, cache, tokens(0), on_tape([]))
-    feeder.feed(cache, [[1], [2]], list(cache.seen))
-    feeder, cache = read(model, "dms")
+        RecordedStep(runner, cache, tokens(0), on_tape([]))
+    runner.forward(cache, [[1], [2]], list(cache.seen))
+    runner, cache = read(model, "dms")
     with pytest.raises(UserError, match="pages"):
-        RecordedStep(feeder, cache, tokens(0), on_tape([]))
+        RecordedStep(runner, cache, tokens(0), on_tape([]))

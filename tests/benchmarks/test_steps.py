@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.queue import requests
+from benchmarks.queue import shuffled_requests
 from benchmarks.steps import medians_of_runs
 
 
@@ -29,7 +29,7 @@ def test_an_arm_is_compared_with_the_base() -> None:
 
 
 def test_lengths_spread_from_the_shortest_to_the_longest_and_are_shuffled() -> None:
-    lengths = [one.max_new_tokens for one in requests(64, 8, 80, 16)]
+    lengths = [one.max_new_tokens for one in shuffled_requests(64, 8, 80, 16)]
     assert (min(lengths), max(lengths), len(lengths)) == (8, 80, 64)
     assert lengths != sorted(lengths)
-    assert lengths == [one.max_new_tokens for one in requests(64, 8, 80, 16)]
+    assert lengths == [one.max_new_tokens for one in shuffled_requests(64, 8, 80, 16)]

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from evictbench.cache import clock as clocks
-from evictbench.cache.clock import ATTENTION, POLICY, REST, Clock, EventClock, Times
-from evictbench.generation.batching import admit
-from evictbench.generation.runner import Feeder
+from evictbench.cache.clock import ATTENTION, POLICY, REST, Clock, EventClock, NullClock, Times
+from evictbench.generation.runner import ModelRunner
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.random import Random
@@ -41,7 +40,7 @@ def test_a_lap_belongs_to_the_part_that_ends_it(monkeypatch: pytest.MonkeyPatch)
     clock.lap(REST, CPU)  # 2
     clock.lap(POLICY, CPU)  # 4
     clock.lap(ATTENTION, CPU)  # 8
-    look = clock.asked(lambda value: value + 1, CPU)
+    look = clock.timed(lambda value: value + 1, CPU)
     assert look(1) == 2  # policy until 16, signals until 32
     clock.lap(POLICY, CPU)  # 64
     clock.stop()  # 128
@@ -116,30 +115,30 @@ POLICIES: list[tuple[Policy, str | None]] = [
 @pytest.mark.engine
 @pytest.mark.parametrize(("policy", "budget"), POLICIES, ids=[policy.name for policy, _ in POLICIES])
 def test_a_clock_changes_nothing(policy: Policy, budget: str | None) -> None:
-    def run(clock: Clock | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        feeder = Feeder(tiny_model(), policy, None if budget is None else Budget.parse(budget), chunk=7)
+    def run(clock: Clock) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        runner = ModelRunner(tiny_model(), policy, None if budget is None else Budget.parse(budget), chunk=7)
         logits = []
         with torch.inference_mode():
-            cache = feeder.new_cache(prompt_length=40)
-            decode = feeder.new_cache(rows=2)
+            cache = runner.new_cache(prompt_length=40)
+            decode = runner.new_cache(rows=2)
             cache.clock = decode.clock = clock
             for start in range(0, 40, 10):
-                logits.append(told(clock, lambda: feeder.feed(cache, [list(range(start, start + 10))], [start])))  # noqa: B023
-            admit(decode, cache)
-            admit(decode, cache)
+                logits.append(told(clock, lambda: runner.forward(cache, [list(range(start, start + 10))], [start])))  # noqa: B023
+            decode.admit(cache)
+            decode.admit(cache)
             for step in range(5):
-                logits.append(told(clock, lambda: feeder.feed(decode, [[step], [step + 3]], decode.seen)))  # noqa: B023
+                logits.append(told(clock, lambda: runner.forward(decode, [[step], [step + 3]], decode.seen)))  # noqa: B023
             return logits, [decode.kept(layer, row) for layer in range(2) for row in range(2)]
 
-    def told(clock: Clock | None, work: Any) -> Any:
-        if clock is not None:
-            clock.start()
-        found = work()
-        if clock is not None:
-            clock.stop()
-        return found
+    def told(clock: Clock, work: Any) -> Any:
+        if isinstance(clock, NullClock):
+            return work()
+        clock.start()
+        result = work()
+        clock.stop()
+        return result
 
-    plain, clock = run(None), Clock(CPU)
+    plain, clock = run(NullClock()), Clock(CPU)
     timed = run(clock)
     for without, having in zip(plain, timed, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(without, having, strict=True))

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from twin_comparison import forward, generate_padded
 
 from evictbench.cache import attention
+from evictbench.cache.base import KVCache
 from evictbench.cache.kernels import attend_and_observe
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
+from evictbench.cache.slots import signals
 from evictbench.errors import UserError
 from evictbench.generation.generator import Generator, Request
 from evictbench.policies.full import Full
@@ -47,14 +50,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def feed(model: Any, cache: EvictionCache, tokens: list[int]) -> Tensor:
-    """Logits after every token, which continue what the cache has seen."""
-    start = cache.seen[0] if cache.seen else 0
-    positions = torch.arange(start, start + len(tokens))[None]
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens]), position_ids=positions, past_key_values=cache).logits[0]
-
-
 def eager_attentions(model: Any, tokens: list[int]) -> list[Tensor]:
     """Every layer's full softmax matrix `[1, heads, queries, keys]`, from transformers' own eager attention."""
     model.set_attn_implementation("eager")
@@ -64,10 +59,10 @@ def eager_attentions(model: Any, tokens: list[int]) -> list[Tensor]:
     return list(attentions)
 
 
-def decode(model: Any, cache: EvictionCache, token: int, steps: int) -> list[int]:
+def decode(model: Any, cache: KVCache, token: int, steps: int) -> list[int]:
     tokens = []
     for _ in range(steps):
-        token = int(feed(model, cache, [token])[-1].argmax())
+        token = int(forward(model, cache, [token])[-1].argmax())
         tokens.append(token)
     return tokens
 
@@ -108,36 +103,36 @@ def test_a2_nothing_leaks_from_policy_to_policy_or_out_of_an_exception(policy: P
     answers(model, H2O(), [prompt(50, 1)])
     assert answers(model, policy, [prompt(40)])[0].tokens == alone
 
-    cache = EvictionCache(model, policy, BUDGET)
+    cache = new_cache(model, policy, BUDGET)
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("boom")
 
     handle = model.model.layers[0].mlp.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="boom"):
-        feed(model, cache, prompt(30))
+        forward(model, cache, prompt(30))
     handle.remove()
     with pytest.raises(RuntimeError, match="did not finish"):
-        feed(model, cache, prompt(30))
+        forward(model, cache, prompt(30))
     assert answers(model, policy, [prompt(40)])[0].tokens == alone
     cache.reset()
-    again, fresh = feed(model, cache, prompt(40)), feed(model, EvictionCache(model, policy, BUDGET), prompt(40))
+    again, fresh = forward(model, cache, prompt(40)), forward(model, new_cache(model, policy, BUDGET), prompt(40))
     torch.testing.assert_close(again, fresh, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 40])
 def test_a3_streaming_llm_holds_exactly_the_sinks_and_the_last(chunk: int) -> None:
     model = tiny_model()
-    cache = EvictionCache(model, StreamingLLM(), BUDGET, prompt_length=40)
+    cache = new_cache(model, StreamingLLM(), BUDGET, prompt_length=40)
     tokens = prompt(40)
     for start in range(0, 40, chunk):
-        feed(model, cache, tokens[start : start + chunk])
+        forward(model, cache, tokens[start : start + chunk])
     for _ in range(100):
         seen = cache.seen[0]
         expected = [0, 1, 2, 3, *range(seen - (BUDGET - 1 - 4), seen)]
         for layer in range(cache.shape.layers):
             assert cache.kept(layer).tolist() == [expected]
-        feed(model, cache, [seen % 97])
+        forward(model, cache, [seen % 97])
 
 
 def test_a4_window_probabilities_are_those_of_full_attention() -> None:
@@ -149,10 +144,10 @@ def test_a4_window_probabilities_are_those_of_full_attention() -> None:
             shown[step.layer] = step.signals.window_probs().flatten(1, 2)[0]
 
     model, tokens = tiny_model("qwen3"), prompt(30)
-    cache = EvictionCache(model, Watched(SnapKV.Config(window=6, kernel=3)), 200)
-    feed(model, cache, tokens[:21])
+    cache = new_cache(model, Watched(SnapKV.Config(window=6, kernel=3)), 200)
+    forward(model, cache, tokens[:21])
     for token in tokens[21:]:
-        feed(model, cache, [token])
+        forward(model, cache, [token])
     for layer, probs in enumerate(eager_attentions(model, tokens)):
         torch.testing.assert_close(shown[layer], probs[0, :, -6:].double(), atol=1e-5, rtol=0)
 
@@ -162,20 +157,20 @@ def test_a5_only_relative_positions_matter(chunk: int) -> None:
     """One layer, recent tokens only: at the end it must look as if the suffix had been read alone."""
     model = tiny_model(layers=1)
     tokens = prompt(48)
-    cache = EvictionCache(model, StreamingLLM(StreamingLLM.Config(sinks=0)), 16, prompt_length=48)
+    cache = new_cache(model, StreamingLLM(StreamingLLM.Config(sinks=0)), 16, prompt_length=48)
     for start in range(0, 48, chunk):
-        logits = feed(model, cache, tokens[start : start + chunk])
-    alone = feed(model, EvictionCache(model, Full()), tokens[-16:])
+        logits = forward(model, cache, tokens[start : start + chunk])
+    alone = forward(model, new_cache(model, Full()), tokens[-16:])
     torch.testing.assert_close(logits[-1], alone[-1], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)
 def test_a6_chunked_prefill_within_the_budget_is_one_shot_prefill(policy: Policy) -> None:
     model, tokens = tiny_model(), prompt(40)
-    whole = feed(model, EvictionCache(model, Full()), tokens)
+    whole = forward(model, new_cache(model, Full()), tokens)
     for size in (1, 3, 16):
-        cache = EvictionCache(model, policy, 100, prefill="bounded", prompt_length=40)
-        parts = [feed(model, cache, tokens[start : start + size]) for start in range(0, 40, size)]
+        cache = new_cache(model, policy, 100, prefill="bounded", prompt_length=40)
+        parts = [forward(model, cache, tokens[start : start + size]) for start in range(0, 40, size)]
         torch.testing.assert_close(torch.cat(parts), whole, atol=1e-10, rtol=0)
 
 
@@ -183,36 +178,28 @@ def test_a6_chunked_prefill_within_the_budget_is_one_shot_prefill(policy: Policy
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_a7_a_left_padded_batch_equals_its_rows_alone(policy: Policy, chunk: int | None) -> None:
     model = tiny_model()
-    model.generation_config.pad_token_id = 0
-    lengths = (40, 29, 3)
-    padded = torch.zeros(3, 40, dtype=torch.long)
-    mask = torch.zeros(3, 40, dtype=torch.long)
-    for row, length in enumerate(lengths):
-        padded[row, 40 - length :] = torch.tensor(prompt(length, row))
-        mask[row, 40 - length :] = 1
-    settings: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+    prompts = [prompt(length, row) for row, length in enumerate((40, 29, 3))]
+    options: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": None}
 
-    def new_cache(length: int) -> EvictionCache:
+    def cache_for(length: int) -> KVCache:
         budget = BUDGET if policy.needs_budget else None
-        return EvictionCache(model, policy, budget, prompt_length=length)
+        return new_cache(model, policy, budget, prompt_length=length)
 
-    batch = model.generate(
-        padded, attention_mask=mask, past_key_values=new_cache(40), prefill_chunk_size=chunk, **settings
-    )
-    for row, length in enumerate(lengths):
-        alone = model.generate(torch.tensor([prompt(length, row)]), past_key_values=new_cache(length), **settings)
-        assert batch[row, 40:].tolist() == alone[0, length:].tolist(), f"row of {length}"
+    answers = generate_padded(model, cache_for(40), prompts, prefill_chunk_size=chunk, **options)
+    for row, tokens in enumerate(prompts):
+        alone = generate_padded(model, cache_for(len(tokens)), [tokens], **options)
+        assert alone == [answers[row]], f"row of {len(tokens)}"
 
 
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)
 def test_a8_keys_are_cached_once_per_kv_head(policy: Policy) -> None:
     """Bytes are the slots' and the declared state's, to the byte."""
     model = tiny_model(groups=3)
-    cache = EvictionCache(model, policy, BUDGET)
-    decode(model, cache, int(feed(model, cache, prompt(60))[-1].argmax()), 5)
+    cache = new_cache(model, policy, BUDGET)
+    decode(model, cache, int(forward(model, cache, prompt(60))[-1].argmax()), 5)
     shape, slots = cache.shape, BUDGET - cache.charged
-    sets = {"head": shape.kv_heads, "layer": 1, "model": 1}[policy.shares]
-    placements = 1 if policy.shares == "model" else shape.layers
+    sets = {"head": shape.kv_heads, "layer": 1, "model": 1}[policy.granularity]
+    placements = 1 if policy.granularity == "model" else shape.layers
     expected = 2 * shape.layers * shape.kv_heads * slots * shape.head_dim * 8
     expected += placements * sets * (slots * 4 + 8)
     for tensor in policy.slot_state(shape).values():
@@ -230,8 +217,8 @@ def test_a9_the_group_reduction_is_stated_and_matters() -> None:
     model, tokens = tiny_model(groups=3), prompt(60)
     kept = {}
     for group in ("mean", "max"):
-        cache = EvictionCache(model, H2O(H2O.Config(group=group)), BUDGET)
-        feed(model, cache, tokens)
+        cache = new_cache(model, H2O(H2O.Config(group=group)), BUDGET)
+        forward(model, cache, tokens)
         kept[group] = [cache.kept(layer).tolist() for layer in range(cache.shape.layers)]
     assert kept["mean"] != kept["max"]
 
@@ -239,9 +226,9 @@ def test_a9_the_group_reduction_is_stated_and_matters() -> None:
 @pytest.mark.parametrize("chunk", [48, 5])
 def test_a10_accumulated_attention_is_causal(chunk: int) -> None:
     model, tokens = tiny_model(), prompt(48)
-    cache = EvictionCache(model, H2O(H2O.Config(group="sum")), 100, prompt_length=48)
+    cache = new_cache(model, H2O(H2O.Config(group="sum")), 100, prompt_length=48)
     for start in range(0, 48, chunk):
-        feed(model, cache, tokens[start : start + chunk])
+        forward(model, cache, tokens[start : start + chunk])
     for layer, probs in zip(cache.layers, eager_attentions(model, tokens), strict=True):
         expected = probs[0].sum(1).view(2, 2, 48).sum(1)
         torch.testing.assert_close(layer.buffers["mass"][0, :, :48].double(), expected.double(), atol=1e-5, rtol=0)
@@ -250,8 +237,8 @@ def test_a10_accumulated_attention_is_causal(chunk: int) -> None:
 def test_a11_each_layer_and_kv_head_has_its_own_sum() -> None:
     """One layer's attention must not reach the next one's sum: two layers with other weights keep other sets."""
     model = tiny_model(layers=3)
-    cache = EvictionCache(model, H2O(), BUDGET)
-    feed(model, cache, prompt(60))
+    cache = new_cache(model, H2O(), BUDGET)
+    forward(model, cache, prompt(60))
     kept = [tuple(map(tuple, cache.kept(layer).tolist())) for layer in range(3)]
     assert len(set(kept)) == 3
     assert all(len(set(heads)) == 2 for heads in kept)
@@ -268,11 +255,11 @@ def test_a12_protected_tokens_survive_equal_scores(
     if not policy.static and one_by_one:
         monkeypatch.setattr(policy, "score", lambda step: torch.zeros(step.positions.shape))
     model = tiny_model()
-    cache = EvictionCache(model, policy, BUDGET)
-    feed(model, cache, prompt(length))
+    cache = new_cache(model, policy, BUDGET)
+    forward(model, cache, prompt(length))
     decode(model, cache, 1, 5)
     seen = cache.seen[0]
-    held = min(seen, cache.held[0])
+    held = min(seen, cache.rows[0].held)
     assert held >= 1
     for layer in range(cache.shape.layers):
         for kept in cache.kept(layer).tolist():
@@ -286,33 +273,33 @@ def test_a12_protected_tokens_survive_equal_scores(
 
 def test_a12_budget_of_one() -> None:
     model = tiny_model()
-    cache = EvictionCache(model, TOVA(), 1)
-    feed(model, cache, prompt(10))
+    cache = new_cache(model, TOVA(), 1)
+    forward(model, cache, prompt(10))
     decode(model, cache, 1, 4)
-    assert cache.occupancy[0].largest == 1
+    assert cache.rows[0].occupancy.largest == 1
 
 
 @pytest.mark.parametrize("budget", ["40", "60%"])
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)
 def test_a13_one_meaning_of_budget(policy: Policy, budget: str) -> None:
     model = tiny_model()
-    cache = EvictionCache(model, policy, budget)
-    decode(model, cache, int(feed(model, cache, prompt(70))[-1].argmax()), 30)
+    cache = new_cache(model, policy, budget)
+    decode(model, cache, int(forward(model, cache, prompt(70))[-1].argmax()), 30)
     largest = 40 if budget == "40" else 60
     interval = 1 if policy.keep(64, "decode") == 63 else 5
-    assert largest - interval < cache.occupancy[0].largest <= largest
-    assert cache.occupancy[0].total / cache.occupancy[0].steps > 0.85 * (40 if budget == "40" else 42)
+    assert largest - interval < cache.rows[0].occupancy.largest <= largest
+    assert cache.rows[0].occupancy.total / cache.rows[0].occupancy.steps > 0.85 * (40 if budget == "40" else 42)
 
 
 @pytest.mark.parametrize("policy", [StreamingLLM, TOVA, H2O])
 def test_a13_budgets_that_protect_everything_are_refused(policy: type[Policy]) -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="budget"):
-        EvictionCache(model, policy(), 0)
+        new_cache(model, policy(), 0)
     with pytest.raises(UserError, match="at least 5"):
-        EvictionCache(model, StreamingLLM(), 4)
+        new_cache(model, StreamingLLM(), 4)
     with pytest.raises(UserError, match="at least 37"):
-        EvictionCache(model, Random(), 36)
+        new_cache(model, Random(), 36)
 
 
 @pytest.mark.parametrize("policy", [Full(), *small_policies()], ids=lambda policy: policy.name)
@@ -331,10 +318,10 @@ def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypat
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy(plain))
     for name in ("attend_one", "attend_and_observe"):
-        monkeypatch.setattr(attention, name, spy(getattr(attention, name)))
-    cache = EvictionCache(model, policy, BUDGET if policy.needs_budget else None)
-    decode(model, cache, int(feed(model, cache, prompt(40))[-1].argmax()), 20)
-    occupancy = cache.occupancy[0]
+        monkeypatch.setattr(signals, name, spy(getattr(signals, name)))
+    cache = new_cache(model, policy, BUDGET if policy.needs_budget else None)
+    decode(model, cache, int(forward(model, cache, prompt(40))[-1].argmax()), 20)
+    occupancy = cache.rows[0].occupancy
     assert len(read) == 20 * cache.shape.layers
     assert occupancy.largest == max(read) + cache.charged
     assert occupancy.total / occupancy.steps == sum(read) / len(read) + cache.charged
@@ -343,14 +330,14 @@ def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypat
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)
 def test_a15_evicted_bytes_are_freed(policy: Policy) -> None:
     model = tiny_model()
-    full = EvictionCache(model, Full())
-    feed(model, full, prompt(400))
-    cache = EvictionCache(model, policy, BUDGET)
-    feed(model, cache, prompt(400))
+    full = new_cache(model, Full())
+    forward(model, full, prompt(400))
+    cache = new_cache(model, policy, BUDGET)
+    forward(model, cache, prompt(400))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for layer in cache.layers
-        for tensor in [*layer.buffers.values(), *([layer.ring] if layer.ring is not None else [])]
+        for tensor in [*layer.buffers.values(), *([layer.last_queries] if layer.last_queries is not None else [])]
     }
     assert sum(storages.values()) < 0.12 * full.nbytes()
     assert cache.nbytes() >= sum(storages.values())
@@ -359,25 +346,12 @@ def test_a15_evicted_bytes_are_freed(policy: Policy) -> None:
     assert cache.nbytes() <= before * 1.2
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 def largest(policy: Policy, length: int, prefill: str, chunk: int) -> int:
     model, tokens = tiny_model(), prompt(length)
-    cache = EvictionCache(model, policy, BUDGET, prefill=prefill, prompt_length=length)  # type: ignore[arg-type]
+    cache = new_cache(model, policy, BUDGET, prefill=prefill, prompt_length=length)  # type: ignore[arg-type]
     with LargestTensor() as mode:
         for start in range(0, length, chunk):
-            feed(model, cache, tokens[start : start + chunk])
+            forward(model, cache, tokens[start : start + chunk])
     return mode.elements
 
 

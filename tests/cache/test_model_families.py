@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from evictbench.cache import attention
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
@@ -65,7 +65,7 @@ def test_budget_beyond_the_length_is_plain_generation(name: str) -> None:
     settings |= {"return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(ids, **settings)
     for policy, budget in ((Full(), None), (H2O(), 100), (StreamingLLM(), 100)):
-        cache = EvictionCache(model, policy, budget, prompt_length=40)
+        cache = new_cache(model, policy, budget, prompt_length=40)
         ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=16, **settings)
         torch.testing.assert_close(torch.stack(ours.logits), torch.stack(expected.logits), atol=2e-4, rtol=0)
         model.set_attn_implementation("sdpa")
@@ -79,7 +79,7 @@ def test_shifted_sinks_are_rotated_as_the_model_rotates(name: str) -> None:
     last = []
     with torch.no_grad():
         for chunk in (1, 60):
-            cache = EvictionCache(model, StreamingLLM(), 16, prompt_length=60)
+            cache = new_cache(model, StreamingLLM(), 16, prompt_length=60)
             for start in range(0, 60, chunk):
                 logits = model(
                     input_ids=ids[:, start : start + chunk],
@@ -94,8 +94,8 @@ def test_frequencies_that_change_with_length_are_refused() -> None:
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match="rotary"):
-        EvictionCache(model, StreamingLLM(), 16)
-    EvictionCache(model, StreamingLLM(StreamingLLM.Config(positions="original")), 16)
+        new_cache(model, StreamingLLM(), 16)
+    new_cache(model, StreamingLLM(StreamingLLM.Config(positions="original")), 16)
 
 
 def test_without_a_cache_it_is_plain_attention() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evictbench.cache.paged import attention
-from evictbench.cache.paged.attention import by_page
-from evictbench.cache.paged.pool import NEVER, PagePool
-from evictbench.cache.paged.stack import Board
-from evictbench.policy import SlotTensor
+from evictbench.cache.base import ByteCounter
+from evictbench.cache.paged.attention import attend_with_flex, by_page
+from evictbench.cache.paged.pool import PagePool
+from evictbench.cache.paged.stack import StackedPools
+from evictbench.policy import NEVER, SlotTensor
 
 HEAD_DIM = 8
 
@@ -21,7 +21,7 @@ def weighed(lengths: list[int], dtype: torch.dtype) -> PagePool:
     pool = PagePool(
         len(lengths),
         torch.empty(0, HEAD_DIM, dtype=dtype),
-        lambda change: None,
+        ByteCounter(),
         {"bias": SlotTensor(wide, fill=-torch.inf)},
         {"counts": torch.zeros((len(lengths), 3))},
     )
@@ -33,28 +33,28 @@ def weighed(lengths: list[int], dtype: torch.dtype) -> PagePool:
             "keys": torch.randn((1, length, HEAD_DIM), generator=generator).to(dtype),
             "values": torch.randn((1, length, HEAD_DIM), generator=generator).to(dtype),
             "positions": torch.arange(length, dtype=torch.int32)[None],
-            "deadlines": torch.full((1, length), NEVER, dtype=torch.int32),
+            "expiry": torch.full((1, length), NEVER, dtype=torch.int32),
             "bias": bias,
         }
-        pool.settle(owner, entries, length)
+        pool.write_chunk(owner, entries, length)
     pool.take({1: 1})  # a page with nothing in it, then in stock
     pool.give_back({1: len(pool.tables[1]) - 1})
     return pool
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("one_product", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_bias_is_part_of_the_logits(dtype: torch.dtype, together: bool) -> None:
+def test_a_bias_is_part_of_the_logits(dtype: torch.dtype, one_product: bool) -> None:
     lengths = [1, 37, 16, 300]
     pool = weighed(lengths, dtype)
     query = torch.randn((2, 6, 1, HEAD_DIM), generator=torch.Generator().manual_seed(1)).to(dtype)
     positions = torch.full((4,), 1000, dtype=torch.int32)
     bias_of_all = None
-    if together:  # few enough that every query meets every entry
-        board = Board([pool])
-        board.refresh()
-        (bias_of_all,) = board.bias(positions, 3, pool.buffers["bias"].dtype)
+    if one_product:  # few enough that every query meets every entry
+        stack = StackedPools([pool])
+        stack.refresh()
+        (bias_of_all,) = stack.bias(positions, 3, pool.buffers["bias"].dtype)
         assert bias_of_all.dim() == 3
     found = by_page(pool, query, positions, 0.5, bias_of_all)
     assert found.dtype == dtype
@@ -65,7 +65,7 @@ def test_a_bias_is_part_of_the_logits(dtype: torch.dtype, together: bool) -> Non
         expected = (own @ keys.T * 0.5 + bias).softmax(-1) @ values
         torch.testing.assert_close(found.view(4, 3, HEAD_DIM)[owner].double(), expected, atol=tolerance, rtol=0)
     if dtype != torch.bfloat16:
-        flex = attention.attend_one(pool, query, positions, 0.5, compiled=False)
+        flex = attend_with_flex(pool, query, positions, 0.5, compiled=False)
         torch.testing.assert_close(flex, found, atol=100 * tolerance, rtol=0)
 
 
@@ -78,14 +78,14 @@ def test_the_first_of_more_owners_attend_alone() -> None:
     torch.testing.assert_close(one, both[:1], atol=1e-12, rtol=0)
 
 
-def test_what_lies_beside_an_owner_goes_with_it() -> None:
+def test_the_tensors_of_an_owner_go_with_it() -> None:
     pool = weighed([20, 40], torch.float64)
-    pool.beside["counts"][1] = torch.tensor([3.0, 1.0, 0.0])
+    pool.owner_tensors["counts"][1] = torch.tensor([3.0, 1.0, 0.0])
     copy = weighed([5, 5], torch.float64)
     copy.move_owners(1, 0, 1)
-    more = PagePool(4, pool.buffers["keys"], lambda change: None, {"bias": SlotTensor(torch.float64)}, pool.beside)
-    more.beside["counts"] = torch.zeros((4, 3))
+    more = PagePool(4, pool.buffers["keys"], ByteCounter(), {"bias": SlotTensor(torch.float64)}, pool.owner_tensors)
+    more.owner_tensors["counts"] = torch.zeros((4, 3))
     more.copy_from(pool, 2)
-    assert more.beside["counts"][3].tolist() == [3.0, 1.0, 0.0]
+    assert more.owner_tensors["counts"][3].tolist() == [3.0, 1.0, 0.0]
     assert torch.equal(more.entries(3, "bias"), pool.entries(1, "bias"))
     assert torch.equal(more.front(2)[2:] % 16, torch.tensor([[0, 1], [0, 1]]))

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from twin_comparison import forward
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.cache.slots.placement import Placement
 from evictbench.generation.generator import Generator, Request
-from evictbench.policy import Entering, MemoryTensor, ModelShape, Policy, Shares, SlotTensor, Step
+from evictbench.policy import Granularity, MemoryTensor, ModelShape, NewEntries, Policy, SlotTensor, Step
 from evictbench.policy.budget import Budget
 from twin import random_tokens, tiny_model
 
 pytestmark = pytest.mark.engine
 
 FILL = -7.0
-SHARES: list[Shares] = ["head", "layer", "model"]
+SHARES: list[Granularity] = ["head", "layer", "model"]
 
 
 class NoText:
@@ -44,9 +45,9 @@ class Witness(Policy):
     summary = "a test"
     paper = "-"
 
-    def __init__(self, shares: Shares, prefill: str = "dense") -> None:
+    def __init__(self, shares: Granularity, prefill: str = "dense") -> None:
         super().__init__()
-        self.shares = shares
+        self.granularity = shares
         self.prefill = prefill  # type: ignore[misc, assignment]
         self.cuts = 0
 
@@ -61,12 +62,12 @@ class Witness(Policy):
             "seen": MemoryTensor(torch.int64, (2,), fill=FILL),
         }
 
-    def enter(self, entering: Entering) -> Mapping[str, Tensor]:
+    def enter(self, entering: NewEntries) -> Mapping[str, Tensor]:
         return {"own": entering.positions[:, None].expand(-1, entering.shape.kv_heads, -1)}
 
     def observe(self, step: Step) -> None:
         positions, shared = step.positions, step.shared
-        sets = step.shape.kv_heads if self.shares == "head" else 1
+        sets = step.shape.kv_heads if self.granularity == "head" else 1
         assert positions.shape[1] == sets
         assert shared["name"].shape == shared["passes"].shape == positions.shape
         assert shared["wide"].shape == (*positions.shape, 3)
@@ -76,7 +77,7 @@ class Witness(Policy):
             assert (
                 torch.equal(step.state["own"], positions.clamp(min=-1).expand_as(step.state["own"])) or not filled.all()
             )
-        if self.shares != "model" or step.layer == 0:
+        if self.granularity != "model" or step.layer == 0:
             first = step.query_positions.masked_fill(step.query_positions < 0, 10**6).amin(-1)[:, None, None]
             new = filled & (positions >= first)
             assert int(new.sum()) == int((step.query_positions >= 0).sum()) * sets
@@ -104,63 +105,52 @@ class Witness(Policy):
     def score(self, step: Step) -> Tensor:
         """A hash of the position and of the pass: old and new go, from anywhere."""
         self.cuts += 1
-        if self.shares == "model":
+        if self.granularity == "model":
             assert step.layer == step.shape.layers - 1
         following = step.query_positions[:, -1, None, None].long()
         return (step.positions.long() * 7919 + following * 104729) % 101 / 101.0
 
 
-def feed(model: Any, cache: EvictionCache, tokens: list[int]) -> None:
-    start = cache.seen[0] if cache.seen else 0
-    with torch.no_grad():
-        model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.arange(start, start + len(tokens))[None],
-            past_key_values=cache,
-        )
-    assert cache.nbytes() == cache.bytes_held
-
-
 @pytest.mark.parametrize("prefill", ["dense", "bounded"])
 @pytest.mark.parametrize("budget", [1, 2, 9, 24, 64, "50%", "90%"])
 @pytest.mark.parametrize("shares", SHARES)
-def test_state_lies_with_its_entries(shares: Shares, budget: int | str, prefill: Any) -> None:
+def test_state_lies_with_its_entries(shares: Granularity, budget: int | str, prefill: Any) -> None:
     model, tokens = tiny_model(layers=3), random_tokens(48)
     policy = Witness(shares)
-    cache = EvictionCache(model, policy, budget, prefill=prefill, prompt_length=40)
+    cache = new_cache(model, policy, budget, prefill=prefill, prompt_length=40)
     for start in range(0, 40, 7):
-        feed(model, cache, tokens[start : min(start + 7, 40)])
-    feed(model, cache, tokens[40:])
+        forward(model, cache, tokens[start : min(start + 7, 40)])
+    forward(model, cache, tokens[40:])
     for token in random_tokens(30, 1):
-        feed(model, cache, [token])
-    feed(model, cache, random_tokens(5, 2))
+        forward(model, cache, [token])
+    forward(model, cache, random_tokens(5, 2))
     for token in random_tokens(3, 3):
-        feed(model, cache, [token])
+        forward(model, cache, [token])
     assert policy.cuts or budget == 64
 
 
 @pytest.mark.parametrize("shares", SHARES)
-def test_a_share_that_grows_beyond_its_block(shares: Shares) -> None:
+def test_a_share_that_grows_beyond_its_block(shares: Granularity) -> None:
     """Decode makes room in blocks of 256; old and new blocks hold the same state."""
     model = tiny_model()
     policy = Witness(shares)
-    cache = EvictionCache(model, policy, "90%")
-    feed(model, cache, random_tokens(270))
+    cache = new_cache(model, policy, "90%")
+    forward(model, cache, random_tokens(270))
     before = cache.layers[0].capacity
     for token in random_tokens(50, 1):
-        feed(model, cache, [token])
+        forward(model, cache, [token])
     assert cache.layers[0].capacity > before
     assert policy.cuts
 
 
 @pytest.mark.parametrize("budget", [6, "60%"])
 @pytest.mark.parametrize("shares", SHARES)
-def test_padding_on_the_left(shares: Shares, budget: int | str) -> None:
+def test_padding_on_the_left(shares: Granularity, budget: int | str) -> None:
     model = tiny_model()
     lengths = (40, 1, 17)
     padded = torch.tensor([[0] * (40 - length) + random_tokens(length, length) for length in lengths])
     real = torch.tensor([[0] * (40 - length) + [1] * length for length in lengths])
-    cache = EvictionCache(model, Witness(shares), budget)
+    cache = new_cache(model, Witness(shares), budget)
     model.generate(
         padded, attention_mask=real, past_key_values=cache, max_new_tokens=25, do_sample=False, pad_token_id=0
     )
@@ -169,7 +159,7 @@ def test_padding_on_the_left(shares: Shares, budget: int | str) -> None:
 
 @pytest.mark.parametrize("budget", ["9", "60%"])
 @pytest.mark.parametrize("shares", SHARES)
-def test_rows_that_come_and_go(shares: Shares, budget: str) -> None:
+def test_rows_that_come_and_go(shares: Granularity, budget: str) -> None:
     """Prompts are read into a row of their own and take the place of what is finished."""
     model = tiny_model()
     requests = [Request(row, tuple(random_tokens(5 + 9 * row, row)), None, 3 + 11 * (row % 3)) for row in range(6)]
@@ -184,7 +174,7 @@ def test_rows_that_come_and_go(shares: Shares, budget: str) -> None:
 
 
 @pytest.mark.parametrize("shares", SHARES)
-def test_bytes_are_counted_once_for_a_kept_set(shares: Shares) -> None:
+def test_bytes_are_counted_once_for_a_kept_set(shares: Granularity) -> None:
     class Bare(Witness):
         def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor | MemoryTensor]:
             return {}
@@ -195,8 +185,8 @@ def test_bytes_are_counted_once_for_a_kept_set(shares: Shares) -> None:
     model = tiny_model(layers=3, kv_heads=2)
     held = []
     for cls in (Witness, Bare):
-        cache = EvictionCache(model, cls(shares), 16)
-        feed(model, cache, random_tokens(30))
+        cache = new_cache(model, cls(shares), 16)
+        forward(model, cache, random_tokens(30))
         held.append(cache.nbytes())
         slots = cache.layers[0].capacity
     sets = {"head": 2 * 3, "layer": 3, "model": 1}[shares]
@@ -204,12 +194,12 @@ def test_bytes_are_counted_once_for_a_kept_set(shares: Shares) -> None:
 
 
 @pytest.mark.parametrize("shares", SHARES)
-def test_a_reset_forgets_it(shares: Shares) -> None:
+def test_a_reset_forgets_it(shares: Granularity) -> None:
     model = tiny_model()
-    cache = EvictionCache(model, Witness(shares), 8)
+    cache = new_cache(model, Witness(shares), 8)
     for _ in range(2):
-        feed(model, cache, random_tokens(20))
-        feed(model, cache, [1])
+        forward(model, cache, random_tokens(20))
+        forward(model, cache, [1])
         cache.reset()
         assert cache.nbytes() == cache.bytes_held
 
@@ -232,9 +222,9 @@ def unmoved(method: str) -> Any:
     return wrong
 
 
-@pytest.mark.parametrize("method", ["compact", "close_holes", "copy_row"])
+@pytest.mark.parametrize("method", ["compact", "fill_freed_slots", "copy_row"])
 @pytest.mark.parametrize("shares", SHARES)
-def test_state_that_stays_behind_is_found(shares: Shares, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_stays_behind_is_found(shares: Granularity, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, method, unmoved(method))
     run = partial(test_state_lies_with_its_entries, budget=24, prefill="dense")
     with pytest.raises(AssertionError):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from fake_plugins import make_model
 from plot.plot_records import retention, steps, write_grid, write_trace
-from sweep.doing import Here
+from sweep.executor_in_process import InProcess
 from typer.main import get_command
 
 from evictbench import hub
 from evictbench.cli import app, doctor
 from evictbench.cli import sweep as sweep_command
 
-TOY = f"{Path(__file__).parent.parent / 'train' / 'toy.py'}:Toy"
+TOY = f"{Path(__file__).parent.parent / 'train' / 'toy_policies.py'}:Toy"
 
 CELL = "--limit 1 --batch-size 1 --device cpu --model MODEL"
 LINES = {
@@ -66,7 +66,7 @@ def main(monkeypatch, capsys, tmp_path, model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setattr(hub, "why_unreachable", lambda timeout: None)
-    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(), list(settings)))
+    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (InProcess(), list(settings)))
 
     def call(line):
         words = line.replace("MODEL", str(model)).split()

@@ -49,10 +49,10 @@ def test_help_shows_a_real_example_and_imports_nothing_heavy(evictbench, words, 
 def test_every_option_of_a_run_is_in_its_help_and_in_its_settings(evictbench):
     from dataclasses import fields
 
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
     done, _ = evictbench("run", "--help")
-    for field in fields(Settings):
+    for field in fields(RunSettings):
         assert f"--{field.name.replace('_', '-')}" in done.stdout
 
 
@@ -61,10 +61,10 @@ def test_the_defaults_of_the_command_line_are_those_of_the_settings():
     from dataclasses import MISSING, fields
 
     from evictbench.cli.app import run
-    from evictbench.evaluation.settings import Settings
+    from evictbench.evaluation.settings import RunSettings
 
     given = inspect.signature(run).parameters
-    for field in fields(Settings):
+    for field in fields(RunSettings):
         default = inspect.Parameter.empty if field.default is MISSING else field.default
         assert given[field.name].default == default, field.name
 

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import forked
+import forked_command
 import pytest
 from fake_plugins import install_fake_generator, make_model
 
@@ -19,7 +19,11 @@ from evictbench.store import run_folder
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    import lm_eval.tasks  # noqa: F401 - here once, so that no forked process has to
+    # Here once, so that no forked process has to.
+    import lm_eval.tasks  # noqa: F401
+
+    import evictbench.cli.app
+    import evictbench.cli.run  # noqa: F401
 
     return make_model(tmp_path_factory.mktemp("models") / "tiny", weights=False)
 
@@ -36,7 +40,7 @@ def start(model, tmp_path):
         line = ["run", "--suite", "toy", "--model", str(model), "--out", out]
         if "--policy" not in words:
             line += ["--policy", "hoard", "--budget", "16"]
-        return forked.start([*line, *words], tmp_path, before)
+        return forked_command.start([*line, *words], tmp_path, before)
 
     return start
 
@@ -198,7 +202,7 @@ def test_a_line_torn_by_the_kill_is_made_again(run, tmp_path):
 
 
 def test_a_second_run_of_the_same_cell_is_refused_and_of_another_is_not(start, run, tmp_path):
-    first = start("--limit", "60", pause="0.05")
+    first = start("--limit", "60", pause="0.2")
     wait_for_samples(tmp_path / "runs", 2, first)
     code, _, err = run("--limit", "60")
     assert code == 2

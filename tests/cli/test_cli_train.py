@@ -10,7 +10,7 @@ from fake_plugins import make_model
 
 from evictbench.cli import app
 
-TOY = f"{Path(__file__).parent.parent / 'train' / 'toy.py'}:Toy"
+TOY = f"{Path(__file__).parent.parent / 'train' / 'toy_policies.py'}:Toy"
 
 
 @pytest.fixture(scope="module")

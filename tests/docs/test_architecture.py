@@ -1,118 +1,105 @@
-"""The page on the architecture names what is there, and leaves no module of the engine out."""
+"""The page on the architecture names what is there; import-linter's contracts hold; reading results loads no torch."""
 
 import ast
+import json
 import re
-from fnmatch import fnmatch
+import subprocess
+import sys
 
 import pytest
 from pages import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-ENGINE = {file.name: file for file in (ROOT / "evictbench").glob("*.py") if not file.name.startswith("__")}
-FILES = set(re.findall(r"[\w*]+\.py", PAGE))
-NO_MODULES = {"samples.jsonl", "summary.json", "run.json", "keys.slots"}
-NAMES = sorted(set(re.findall(r"`(\w+\.\w+)(?:\.\w+)*`", PAGE)) - FILES - NO_MODULES)
-RUNS = {"run", "plan", "settings", "protocol", "records", "tasks", "prompts", "suite", "results_frame", "cli"}
-CORE: tuple[str, ...] = (
-    "attention",
-    "cache",
-    "eviction",
-    "kernels",
-    "pages",
-    "passes",
-    "placement",
-    "policy",
-    "shown",
-    "slots",
-)
-CORE += ("deadlines", "reindex", "together", *(name[:-3] for name in ENGINE if name.startswith("paged")))
-READERS = (
-    "plot_command",
-    "report",
-    "gate_command",
-    "catalogue",
-    "records",
-    "results_frame",
-    "cli",
-    "cli_results",
-    "settings",
-)
+PROSE = re.sub(r"^```.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+ENGINE = ROOT / "evictbench"
+PATHS = sorted(set(re.findall(r"`([\w./-]+(?:\.\w+|/))`", PROSE)))
+NAMES = sorted(set(re.findall(r"`((?:\w+\.)*(?:[A-Z]\w+|\w+_\w+))`", PROSE)))
+
+READERS = ("store", "stats", "plot", "report", "gate", "terminal")
+NO_READER_LOADS = ("torch", "transformers", "lm_eval", "datasets")
+HELP_LOADS_NONE_OF = (*NO_READER_LOADS, "pandas", "matplotlib")
 
 
-def members(tree: ast.Module) -> set[str]:
-    """Functions, classes and what is in them, and names that are assigned."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return found
+def modules(folder: str) -> list[str]:
+    files = sorted((ENGINE / folder).rglob("*.py"))
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
-MEMBERS = {name[:-3]: members(ast.parse(file.read_text())) for name, file in ENGINE.items()}
-CLASSES = {
-    node.name: members(ast.Module([node], []))
-    for file in ENGINE.values()
-    for node in ast.parse(file.read_text()).body
-    if isinstance(node, ast.ClassDef)
-}
+def defined() -> dict[str, set[str]]:
+    """The modules, from evictbench/ down, that define each class and function."""
+    places: dict[str, set[str]] = {}
+    for file in ENGINE.rglob("*.py"):
+        module = ".".join(file.relative_to(ENGINE).with_suffix("").parts)
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                places.setdefault(node.name, set()).add(module)
+    return places
 
 
-def imported(name: str, lazily: bool) -> set[str]:
-    """The engine's modules, and torch, that a module imports; lazily: inside functions too."""
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.FunctionDef) and not lazily:
-                continue
-            if isinstance(child, ast.Import):
-                found.update(alias.name.partition(".")[0] for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module == "evictbench":
-                found.update(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                found.add(child.module.removeprefix("evictbench.").partition(".")[0])
-            visit(child)
-
-    visit(ast.parse(ENGINE[f"{name}.py"].read_text()))
-    return found
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def below(name: str, lazily: bool) -> set[str]:
-    """All that a module imports, itself or through others."""
-    found: set[str] = set()
-    coming = [name]
-    while coming:
-        for other in imported(coming.pop(), lazily) - found:
-            found.add(other)
-            if f"{other}.py" in ENGINE:
-                coming.append(other)
-    return found
+@pytest.mark.parametrize("part", sorted(item.name for item in ENGINE.iterdir() if (item / "__init__.py").is_file()))
+def test_every_folder_has_its_line(part: str) -> None:
+    assert f"**`{part}/`**" in PAGE
 
 
-def test_every_module_has_its_place() -> None:
-    assert [name for name in sorted(ENGINE) if not any(fnmatch(name, file) for file in FILES)] == []
+@pytest.mark.parametrize("file", sorted(file.name for file in ENGINE.glob("[!_]*.py")))
+def test_every_module_beside_the_folders_has_its_line(file: str) -> None:
+    assert f"**`{file}`**" in PAGE
 
 
-def test_no_file_is_named_that_is_not_there() -> None:
-    named = sorted(FILES - {"my_policy.py"})
-    assert [file for file in named if not any(fnmatch(name, file) for name in ENGINE)] == []
+@pytest.mark.parametrize("path", PATHS)
+def test_every_path_is_there(path: str) -> None:
+    assert (ENGINE / path).exists() or (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_named_is_there(name: str) -> None:
-    owner, _, member = name.partition(".")
-    assert member in MEMBERS.get(owner, set()) | CLASSES.get(owner, set())
+def test_every_name_is_there(name: str) -> None:
+    module, _, member = name.rpartition(".")
+    places = defined().get(member, set())
+    assert any(not module or f".{module}" in f".{place}" for place in places)
 
 
-@pytest.mark.parametrize("name", CORE)
-def test_the_cache_knows_of_no_runs(name: str) -> None:
-    assert below(name, lazily=True) & RUNS == set()
+def test_what_is_not_there_would_be_found() -> None:
+    assert {"cache/forward_plan.py", "evaluation/run.py", "store/", "pyproject.toml"} <= set(PATHS)
+    assert {"UserError", "ForwardPlan", "EvictionCache"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_whoever_reads_results_loads_no_torch_first(name: str) -> None:
-    assert below(name, lazily=False) & {"torch", "transformers", "lm_eval"} == set()
+def test_import_linter_s_contracts_hold() -> None:
+    linted = python("-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports(no_cache=True))")
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+def test_whoever_reads_results_loads_no_torch() -> None:
+    """import-linter sees what each module imports itself; this is what all of them load."""
+    names = [*(name for folder in READERS for name in modules(folder)), "evictbench.cli.app"]
+    code = f"""
+import importlib, json, sys
+loads = {{}}
+for name in {names!r}:
+    importlib.import_module(name)
+    for heavy in {NO_READER_LOADS!r}:
+        if heavy in sys.modules:
+            loads.setdefault(heavy, name)
+print(json.dumps(loads))
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import json, sys
+from evictbench.cli.app import main
+try:
+    main(["--help"])
+finally:
+    print(json.dumps(sorted(sys.modules)))
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert "Usage" in done.stdout
+    assert set(json.loads(done.stdout.splitlines()[-1])) & set(HELP_LOADS_NONE_OF) == set()

@@ -152,11 +152,11 @@ class Evictbench:
         words = list(words)
         if value_of(words, "--model", "").startswith("shape:") or any(name in " ".join(words) for name in LEARNED):
             from evictbench.cli.app import app
-            from evictbench.trace.settings import Settings, check
+            from evictbench.trace.settings import TraceSettings, check
 
             context = get_command(app).commands["trace"].make_context("trace", words[1:])
-            given = {k: v for k, v in context.params.items() if k in Settings.__dataclass_fields__}
-            check(Settings(**given))
+            given = {k: v for k, v in context.params.items() if k in TraceSettings.__dataclass_fields__}
+            check(TraceSettings(**given))
             return
         words = with_value(words, "--new-tokens", "4")
         self.ends_well(with_value(with_value(words, "--model", self.tiny), "--contexts", "288"))

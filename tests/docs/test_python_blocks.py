@@ -22,7 +22,7 @@ def test_program(block, request, tiny, monkeypatch):
     names = {"__name__": "__page__"}
     exec(compile(source, f"{block.page.name}:{block.line}", "exec"), names)
     if "cache" in names and names["cache"].seen:
-        assert all(0 < row.largest <= names["cache"].budget.tokens for row in names["cache"].occupancy)
+        assert all(0 < row.occupancy.largest <= names["cache"].budget.tokens for row in names["cache"].rows)
     if "output" in names:  # every token was read once, but for the last, which nothing follows
         assert names["cache"].get_seq_length() == names["output"].shape[1] - 1
 

@@ -9,17 +9,16 @@ from pages import PAGES, ROOT, blocks
 
 import evictbench
 
-TOP = {"__version__", "results"}
+TOP = {"EvictionCache", "__version__", "results"}
 
 SURFACE = {
     "evictbench.suite.datasets": {"Documents"},
-    "evictbench.cache.slots.cache": {"EvictionCache"},
+    "evictbench": {"EvictionCache"},
     "evictbench.models.load": {"load_model", "resolve", "weights_hash"},
-    "evictbench.policy.base": {"ModelShape", "Policy", "Step"},
+    "evictbench.policy": {"ModelShape", "Policy", "Step"},
     "evictbench.registry": {"parse_policy"},
     "evictbench.store.frame": {"COLUMNS", "cells"},
-    "evictbench.suite.spec": {"PreparedSuite", "Protocol", "Suite", "SuiteRequest"},
-    "evictbench.models.policy_weights": {"equip"},
+    "evictbench.suite": {"PreparedSuite", "Protocol", "Suite", "SuiteRequest"},
 }
 """By module: what the pages use of it."""
 
@@ -35,7 +34,8 @@ def imported():
                 if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "evictbench":
                     names = {alias.name for alias in node.names}
                     if node.module == "evictbench":
-                        modules |= {name: f"evictbench.{name}" for name in names}
+                        found.setdefault("evictbench", set()).update(names & TOP)
+                        modules |= {name: f"evictbench.{name}" for name in names - TOP}
                     else:
                         found.setdefault(node.module, set()).update(names)
             for node in ast.walk(tree):

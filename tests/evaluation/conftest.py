@@ -1,5 +1,5 @@
 """Lets these tests find the fake suite, policy, model and generator."""
 
-from fakes import environment, installed
+from fake_plugin_fixtures import environment, installed
 
 __all__ = ["environment", "installed"]

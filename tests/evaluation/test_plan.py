@@ -7,7 +7,8 @@ from fake_plugins import make_model
 
 from evictbench.errors import UserError
 from evictbench.evaluation.plan import make_plan
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
+from evictbench.models import load
 from evictbench.store import run_folder
 
 
@@ -18,15 +19,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def settings(model, tmp_path):
-    return Settings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
+    return RunSettings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
 
 
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch):
-    def load(*_, **__):
+    def refuse(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(load, "load_model", load)
+    monkeypatch.setattr(load, "load_model", refuse)
 
 
 def changed(settings, **changes):
@@ -42,14 +43,14 @@ def changed(settings, **changes):
         ({"suite": "tow"}, "Unknown suite 'tow': did you mean toy?"),
         ({"tasks": "toy_recal"}, "Unknown task 'toy_recal' of toy: did you mean toy_recall"),
         ({"tasks": " , "}, "--tasks names no task"),
-        ({"budget": None}, "hoard needs a budget: --budget 256, or --budget 25%."),
+        ({"budget": None}, "hoard needs a budget: a number of entries such as 256, or a share such as 25%."),
         ({"budget": "0"}, "keeps nothing"),
         ({"budget": "-3"}, "negative"),
         ({"budget": "120%"}, "over 100%"),
         ({"budget": "much"}, "not a number"),
         ({"policy": "full"}, "full takes no budget"),
         ({"budget": "3"}, "hoard needs a budget of at least 4 entries on tiny"),
-        ({"policy": "hoard:size=40", "budget": "10%"}, "and 10% of the shortest text is 32"),
+        ({"policy": "hoard:size=40", "budget": "10%"}, "not the 32 that 10% of 34 tokens gives"),
         ({"context": 513}, "A context of 513 tokens is longer than the window of tiny, 512 tokens."),
         ({"max_new_tokens": "450"}, "is more than the window of tiny, 512 tokens"),
         ({"max_new_tokens": "few"}, "--max-new-tokens takes a number above 0, card or auto"),
@@ -147,11 +148,11 @@ def test_b4_answers_are_cut_to_the_window_only_if_auto_and_it_is_said(settings, 
     short = changed(settings, model=str(folder), tasks="toy_pairs", context=100)
     plan = make_plan(short)
     cut = [planned for planned in plan.prompts if planned.max_new_tokens < 20]
-    assert plan.cut == {"toy_pairs": len(cut)}
+    assert plan.answers_cut == {"toy_pairs": len(cut)}
     assert min(planned.max_new_tokens for planned in plan.prompts) == 15
     with pytest.raises(UserError, match="with 20 for the answer that is more than the window of short"):
         make_plan(changed(short, max_new_tokens="card"))
-    assert make_plan(changed(short, max_new_tokens="15")).cut == {"toy_pairs": 4}
+    assert make_plan(changed(short, max_new_tokens="15")).answers_cut == {"toy_pairs": 4}
     folder = make_model(tmp_path / "shorter", weights=False, window=longest)
     with pytest.raises(UserError, match="is more than the window of shorter"):
         make_plan(changed(short, model=str(folder)))
@@ -159,8 +160,8 @@ def test_b4_answers_are_cut_to_the_window_only_if_auto_and_it_is_said(settings, 
 
 def mark(settings):
     plan = make_plan(settings)
-    assert plan.folder.name.endswith(run_folder.fingerprint(plan.identity))
-    return run_folder.fingerprint(plan.identity)
+    assert plan.folder.name.endswith(run_folder.fingerprint_hash(plan.fingerprint))
+    return run_folder.fingerprint_hash(plan.fingerprint)
 
 
 def test_what_moves_no_score_is_not_in_the_fingerprint(settings, tmp_path):

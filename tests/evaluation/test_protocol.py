@@ -9,7 +9,7 @@ from evictbench import registry
 from evictbench.errors import UserError
 from evictbench.evaluation.checks import check
 from evictbench.evaluation.plan import make_plan
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.store import run_folder
 from evictbench.suite import GREEDY, Protocol, Sampling
 
@@ -42,7 +42,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def settings(asked, model, tmp_path):
-    return Settings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
+    return RunSettings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
 
 
 def changed(settings, **changes):
@@ -50,11 +50,11 @@ def changed(settings, **changes):
 
 
 def mark(settings):
-    return run_folder.fingerprint(make_plan(settings).identity)
+    return run_folder.fingerprint_hash(make_plan(settings).fingerprint)
 
 
 def test_a_suite_without_protocols_is_greedy_once(model):
-    chosen = check(Settings(policy="hoard", suite="toy", budget="16", model=str(model))).protocol
+    chosen = check(RunSettings(policy="hoard", suite="toy", budget="16", model=str(model))).protocol
     assert (chosen.name, chosen.sampling, chosen.repeats, chosen.question) == ("default", GREEDY, 1, "unseen")
     assert chosen.tasks is None
     assert chosen.differs == {}
@@ -65,7 +65,7 @@ def test_the_protocol_decides_what_no_option_does(settings, asked):
     assert plan.checked.protocol.sampling == WARM
     assert [planned.repeat for planned in plan.prompts] == [0] * 8 + [1] * 8
     assert asked[-1].tasks is None  # the suite's own set, so that what has no data is skipped and not refused
-    assert plan.identity["protocol"] == {
+    assert plan.fingerprint["protocol"] == {
         "name": "default",
         "context": 256,
         "question": "unseen",
@@ -87,7 +87,7 @@ def test_the_protocol_decides_what_no_option_does(settings, asked):
     assert (asked[-1].window, asked[-1].max_new_tokens, asked[-1].chat) == (512, 9, False)
     assert {planned.max_new_tokens for planned in plan.prompts} == {9}
     assert all(planned.prompt.border is None for planned in plan.prompts)
-    assert (plan.cut, plan.differs) == ({}, {})
+    assert (plan.answers_cut, plan.differs) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_protocol_decides_what_no_option_does(settings, asked):
 def test_what_an_option_changes_is_named(settings, changes, differs):
     plan = make_plan(changed(settings, **changes))
     assert plan.differs == differs
-    assert plan.identity["protocol"]["differs"] == sorted(differs.keys() - {"repeats"})
+    assert plan.fingerprint["protocol"]["differs"] == sorted(differs.keys() - {"repeats"})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from evictbench.errors import RunFailed, UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.plan import make_plan
 from evictbench.evaluation.run import run
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.generation.generator import Completion
 from evictbench.store import run_folder
 from evictbench.suite import Protocol, Sampling
@@ -49,7 +49,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def settings(model, tmp_path):
-    return Settings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
+    return RunSettings(policy="hoard", suite="toy", budget="16", model=str(model), out=tmp_path / "runs")
 
 
 def go(settings, watch=None, device="cpu", **fake):
@@ -211,10 +211,10 @@ def test_a14_occupancy_is_what_was_measured_and_finished_samples_stay(settings):
     assert len(run_folder.read_samples(outcome.plan.folder)) == 2
 
 
-def test_a_policy_that_says_it_is_not_guarded_is_not_held_to_its_budget(settings, monkeypatch):
+def test_a_policy_that_says_it_does_not_enforce_is_not_held_to_its_budget(settings, monkeypatch):
     from fake_plugins import Hoard
 
-    monkeypatch.setattr(Hoard, "guarded", False)
+    monkeypatch.setattr(Hoard, "enforces_budget", False)
     outcome, _, _ = go(settings, occupancy=1000)
     assert outcome.summary["mean"]["occupancy_max"] == 1000
 

@@ -9,8 +9,8 @@ from evictbench.errors import UserError
 from evictbench.evaluation import tasks, thinking
 from evictbench.evaluation.plan import make_plan
 from evictbench.evaluation.run import run
-from evictbench.evaluation.settings import Settings
-from evictbench.evaluation.thinking import Answer, Thinking, answer_of
+from evictbench.evaluation.settings import RunSettings
+from evictbench.evaluation.thinking import Answer, Thinking, strip_thought
 from evictbench.store import run_folder
 from evictbench.suite import SuiteRequest
 
@@ -50,7 +50,7 @@ IN_A_MACRO = (
     ],
 )
 def test_b8_what_is_graded_follows_the_closed_thought(text, opened, answer, thought):
-    assert answer_of(text, opened) == Answer(answer, thought)
+    assert strip_thought(text, opened) == Answer(answer, thought)
 
 
 def tokenizer_with(template):
@@ -84,7 +84,7 @@ def tokenizer_with(template):
 )
 def test_the_switch_is_the_templates_own(template, wanted, found, tail):
     tokenizer = tokenizer_with(template)
-    assert thinking.settle(tokenizer, wanted, "tiny") == found
+    assert thinking.set_switch(tokenizer, wanted, "tiny") == found
     turns = [{"role": "user", "content": "7?"}]
     # Whoever renders with this tokenizer afterwards, a suite that measures prompts too, gets the switched one.
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -95,7 +95,7 @@ def test_the_switch_is_the_templates_own(template, wanted, found, tail):
 def test_the_switch_leaves_the_rest_of_a_template_alone():
     for template in ("\n" + QWEN3, QWEN3):
         plain, switched = tokenizer_with(template), tokenizer_with(template)
-        thinking.settle(switched, "on", "tiny")
+        thinking.set_switch(switched, "on", "tiny")
         turns = [{"role": "user", "content": "7?"}]
         assert switched.apply_chat_template(turns, tokenize=False) == plain.apply_chat_template(turns, tokenize=False)
 
@@ -109,7 +109,7 @@ def test_the_switch_leaves_the_rest_of_a_template_alone():
 )
 def test_what_a_template_cannot_do_is_refused(template, wanted, sentence):
     with pytest.raises(UserError) as refusal:
-        thinking.settle(tokenizer_with(template), wanted, "tiny")
+        thinking.set_switch(tokenizer_with(template), wanted, "tiny")
     assert sentence in str(refusal.value)
 
 
@@ -117,13 +117,13 @@ def test_a_tokenizer_that_drops_the_end_of_thoughts_from_its_text_cannot_think()
     tokenizer = tokenizer_with(QWEN3)
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
     with pytest.raises(UserError, match="cannot be told from thoughts: use --thinking off"):
-        thinking.settle(tokenizer, "auto", "tiny")
-    assert thinking.settle(tokenizer, "off", "tiny") == Thinking()
+        thinking.set_switch(tokenizer, "auto", "tiny")
+    assert thinking.set_switch(tokenizer, "off", "tiny") == Thinking()
 
 
 def first_prompt(template, wanted, chat=True):
     tokenizer = tokenizer_with(template)
-    found = thinking.settle(tokenizer, wanted, "tiny")
+    found = thinking.set_switch(tokenizer, wanted, "tiny")
     request = SuiteRequest(tokenizer=tokenizer, chat=chat, limit=1)
     task = tasks.load_tasks(TOY, prepare(request))["toy_recall"]
     (prompt,) = tasks.prompts(task, tokenizer, chat=chat, context_field="context", limit=1, thinking=found)
@@ -148,7 +148,7 @@ def test_b12_a_thought_replaces_the_answer_prefix():
 def thinker(tmp_path, template):
     folder = make_model(tmp_path / "thinker", weights=False)
     (folder / "chat_template.jinja").write_text(template)
-    return Settings(policy="hoard", suite="toy", budget="16", model=str(folder), out=tmp_path / "runs", limit=3)
+    return RunSettings(policy="hoard", suite="toy", budget="16", model=str(folder), out=tmp_path / "runs", limit=3)
 
 
 class Watch:
@@ -171,7 +171,7 @@ def test_an_unclosed_thought_is_wrong_and_truncated_and_its_line_says_so(tmp_pat
 
     def lenient(task, doc_id, text):
         graded.append((doc_id, text))
-        return tasks.Scored(1.0, {"score": 1.0}, "answer")  # likes anything, the empty text too
+        return tasks.GradedAnswer(1.0, {"score": 1.0}, "answer")  # likes anything, the empty text too
 
     monkeypatch.setattr(tasks, "score", lenient)
     requests = []
@@ -194,12 +194,12 @@ def test_an_unclosed_thought_is_wrong_and_truncated_and_its_line_says_so(tmp_pat
 def test_thinking_is_in_the_fingerprint_and_a_change_of_it_is_named(tmp_path):
     settings = thinker(tmp_path, QWEN3)
     auto, on, off = (make_plan(dataclasses.replace(settings, thinking=word)) for word in ("auto", "on", "off"))
-    assert run_folder.fingerprint(auto.identity) == run_folder.fingerprint(on.identity)
+    assert run_folder.fingerprint_hash(auto.fingerprint) == run_folder.fingerprint_hash(on.fingerprint)
     assert [planned.prompt.ids for planned in auto.prompts] == [planned.prompt.ids for planned in on.prompts]
-    assert run_folder.fingerprint(auto.identity) != run_folder.fingerprint(off.identity)
+    assert run_folder.fingerprint_hash(auto.fingerprint) != run_folder.fingerprint_hash(off.fingerprint)
     assert auto.differs == on.differs == {}
     assert off.differs == {"thinking": (False, True)}
-    assert off.identity["protocol"]["differs"] == ["thinking"]
+    assert off.fingerprint["protocol"]["differs"] == ["thinking"]
 
 
 def test_thinking_needs_the_chat_template(tmp_path):

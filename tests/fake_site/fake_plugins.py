@@ -193,7 +193,7 @@ def install_fake_generator():
         log = os.environ.get("FAKE_LOG")
         if log:
             with open(log, "a") as file:
-                file.write(json.dumps({"budget": plan.identity["budget"]}) + "\n")
+                file.write(json.dumps({"budget": plan.fingerprint["budget"]}) + "\n")
         return FakeGenerator(plan.tokenizer, pause=float(os.environ.get("FAKE_PAUSE", "0"))), "cpu"
 
     run.load_generator = load

@@ -102,8 +102,8 @@ class Missing(MetaPathFinder):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Missing())
-from evictbench import cli
-cli.main(["gate", {str(tmp_path / "here")!r}, "--baseline", {str(tmp_path / "there")!r}, "--policy", "h2o"])
+from evictbench.cli import app
+app.main(["gate", {str(tmp_path / "here")!r}, "--baseline", {str(tmp_path / "there")!r}, "--policy", "h2o"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

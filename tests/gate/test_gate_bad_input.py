@@ -143,8 +143,8 @@ def test_the_gate_imports_nothing_heavy(tmp_path):
     for side in ("here", "there"):
         write_run(tmp_path / side, right(6, 10))
     script = (
-        "import sys; from evictbench import cli\n"
-        f"try: cli.main(['gate', {str(tmp_path / 'here')!r}, '--baseline', {str(tmp_path / 'there')!r}])\n"
+        "import sys; from evictbench.cli import app\n"
+        f"try: app.main(['gate', {str(tmp_path / 'here')!r}, '--baseline', {str(tmp_path / 'there')!r}])\n"
         "except SystemExit as ended: assert not ended.code, ended.code\n"
         "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)"
     )

@@ -12,7 +12,7 @@ from gate.gate_cases import right, steps, write_run, write_trace
 from evictbench.cli.gate import as_junit, as_markdown, as_table, json_of, verdict
 from evictbench.errors import UserError
 from evictbench.gate.ask import findings
-from evictbench.gate.finding import Finding, Request
+from evictbench.gate.finding import Finding, GateRequest
 
 
 def finding(status, fails=False, **changes):
@@ -145,7 +145,7 @@ def test_it_says_what_it_waits_for(tmp_path, monkeypatch, words):
     for side in ("here", "there"):
         write_run(tmp_path / side, right(4, 10))
     monkeypatch.chdir(tmp_path)
-    request = Request(Path("here"), published=words[0] == "--published", exact="--exact" in words)
+    request = GateRequest(Path("here"), published=words[0] == "--published", exact="--exact" in words)
     request = replace(request, baseline=None if request.published else Path("there"))
     said = []
     with suppress(UserError):  # no paper speaks of these runs

@@ -26,7 +26,7 @@ WRONG = [
     ("h2o", "WrongGroup"),
     ("dms:window=8", "Unshifted"),
     ("h2o", "NoSum"),
-    ("streaming_llm", "LateDeadline"),
+    ("streaming_llm", "LateExpiry"),
 ]
 
 Measure = Callable[[str, str], Path]

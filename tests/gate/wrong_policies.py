@@ -9,7 +9,7 @@ from torch import Tensor
 from evictbench.policies.dms import DMS
 from evictbench.policies.h2o import H2O
 from evictbench.policies.streaming_llm import StreamingLLM
-from evictbench.policy import GROUP_DIM, Arriving, Step
+from evictbench.policy import GROUP_DIM, NewEntries, Step
 
 
 class SinksDropped(StreamingLLM):
@@ -20,11 +20,11 @@ class SinksDropped(StreamingLLM):
         return super().sinks - 1
 
 
-class LateDeadline(StreamingLLM):
+class LateExpiry(StreamingLLM):
     """Every entry of a prompt's chunk is seen by one query too many."""
 
-    def deadlines(self, step: Step) -> Tensor:
-        return super().deadlines(step) + 1
+    def expiry(self, step: Step) -> Tensor:
+        return super().expiry(step) + 1
 
 
 class WindowOffByOne(H2O):
@@ -53,11 +53,11 @@ class NoSum(H2O):
 class Unshifted(DMS):
     """In a prompt, a token's mark decides about the token itself, and not about the one before it."""
 
-    def expiry(self, arriving: Arriving) -> Tensor:
-        read = arriving.read
+    def expiry(self, entries: NewEntries) -> Tensor:
+        read = entries.activation
         assert read is not None
         own = read[:, :, [0, *range(read.shape[2] - 1)]]
-        return super().expiry(replace(arriving, read=own))
+        return super().expiry(replace(entries, activation=own))
 
 
 class Unchanged(H2O):

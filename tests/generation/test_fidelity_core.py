@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.generation import fidelity
 from evictbench.generation.fidelity import Comparison, Text, divergence, evaluate, summarise
@@ -55,7 +55,7 @@ def plain_loop(
     with torch.no_grad():
         dense = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, len(text.prompt) - 1 : -1]
         border = text.border or len(text.prompt)
-        cache = EvictionCache(model, policy, budget, prefill=prefill, prompt_length=border)
+        cache = new_cache(model, policy, budget, prefill=prefill, prompt_length=border)
         at, rows = 0, []
         stops = [*range(chunk, border, chunk), border]
         stops += [len(text.prompt)] if border < len(text.prompt) else []

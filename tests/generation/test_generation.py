@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.generation.generator import Completion, Generator, Request
 from evictbench.policies.full import Full
@@ -95,7 +95,7 @@ def test_b3_both_protocols_keep_different_sets() -> None:
     model, tokens = tiny_model(), list(prompt(60))
     kept = {}
     for name, border in (("seen", 60), ("unseen", 45)):
-        cache = EvictionCache(model, TOVA(), 24, prompt_length=border)
+        cache = new_cache(model, TOVA(), 24, prompt_length=border)
         with torch.no_grad():
             for start, stop in ((0, border), (border, 60)):
                 if start < stop:
@@ -136,14 +136,14 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     requests = [Request(key, prompt(20 + key, key), None, 9) for key in range(7)]
     expected = by_key(generator(H2O(), "16", batch_size=1).run(requests))
     ours = generator(H2O(), "16", batch_size=6)
-    feed, most = ours.feeder.feed, 2
+    forward, most = ours.runner.forward, 2
 
     def scarce(cache: Any, tokens: list[list[int]], starts: list[int]) -> Any:
         if len(tokens) > most:
             raise torch.OutOfMemoryError("not enough")
-        return feed(cache, tokens, starts)
+        return forward(cache, tokens, starts)
 
-    monkeypatch.setattr(ours.feeder, "feed", scarce)
+    monkeypatch.setattr(ours.runner, "forward", scarce)
     completions = list(ours.run(requests))
     got = by_key(completions)
     assert len(completions) == len(requests), "each once"
@@ -152,7 +152,7 @@ def test_out_of_memory_halves_the_rows_and_loses_nothing(monkeypatch: pytest.Mon
     }
     assert ours.batch_size <= most
 
-    monkeypatch.setattr(ours.feeder, "feed", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
+    monkeypatch.setattr(ours.runner, "forward", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(torch.OutOfMemoryError):
         list(ours.run(requests))
 
@@ -166,13 +166,13 @@ def test_the_caller_is_not_left_in_inference_mode() -> None:
 def test_a_cache_refuses_a_model_that_attends_elsewhere() -> None:
     """Another attention function would read the new tokens only, and nobody would notice."""
     model = tiny_model()
-    cache = EvictionCache(model, Full())
+    cache = new_cache(model, Full())
     model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="set_attn_implementation"):
+    with pytest.raises(UserError, match="set_attn_implementation"):
         model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
     with pytest.raises(UserError, match="Beam search"):
         model.generate(
-            torch.tensor([[1, 2, 3]]), past_key_values=EvictionCache(model, Full()), num_beams=2, max_new_tokens=4
+            torch.tensor([[1, 2, 3]]), past_key_values=new_cache(model, Full()), num_beams=2, max_new_tokens=4
         )
 
 
@@ -188,13 +188,13 @@ def test_bad_settings_are_sentences() -> None:
 
 def sleepy(ours: Generator, prefill: float, decode: float) -> None:
     """Make forward passes take a known time: one with many tokens `prefill`, one with a token a row `decode`."""
-    feed = ours.feeder.feed
+    forward = ours.runner.forward
 
     def slow(cache: Any, tokens: list[list[int]], starts: list[int]) -> Any:
         time.sleep(prefill if len(tokens[0]) > 1 else decode)
-        return feed(cache, tokens, starts)
+        return forward(cache, tokens, starts)
 
-    ours.feeder.feed = slow  # type: ignore[method-assign]
+    ours.runner.forward = slow  # type: ignore[method-assign]
 
 
 def test_d1_d3_prefill_first_token_and_decode_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ class Waits(TorchDispatchMode):
 def test_d2_no_layer_waits_for_the_device(policy: Policy, budget: str | None) -> None:
     """Once a step is the end of a phase; a wait in every layer would be part of what is measured."""
     model = tiny_model()
-    cache = EvictionCache(model, policy, budget)
+    cache = new_cache(model, policy, budget)
     with torch.no_grad(), Waits() as waits:
         for start, stop in ((0, 40), *((at, at + 1) for at in range(40, 60))):
             positions = torch.arange(start, stop)[None]

@@ -12,10 +12,10 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.generation.loglikelihood import Choice, ChoiceScorer
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.harness.arguments import generation_settings
 from evictbench.harness.model import EvictBenchLM
 from evictbench.policies.tova import TOVA
@@ -96,7 +96,7 @@ def test_choices_equal_a_plain_loop(folder: Path) -> None:
     assert len(scored) == len(choices)
     remaining = list(scored)
     for choice in choices:
-        cache, at = EvictionCache(model, TOVA(), 16, prompt_length=len(choice.prompt)), 0
+        cache, at = new_cache(model, TOVA(), 16, prompt_length=len(choice.prompt)), 0
         whole, total, greedy = [*choice.prompt, *choice.continuation], 0.0, True
         with torch.no_grad():
             for stop in [*range(9, len(choice.prompt), 9), *range(len(choice.prompt), len(whole))]:
@@ -117,13 +117,13 @@ def test_choices_equal_a_plain_loop(folder: Path) -> None:
 def test_a_prompt_is_prefilled_once_for_all_its_choices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = made(folder, policy="tova", budget=16)
     prefilled = []
-    real = Feeder.read
+    real = ModelRunner.prefill
 
-    def counted(self: Feeder, prompt: Any, border: Any = None) -> Any:
+    def counted(self: ModelRunner, prompt: Any, border: Any = None) -> Any:
         prefilled.append(prompt)
         return real(self, prompt, border)
 
-    monkeypatch.setattr(Feeder, "read", counted)
+    monkeypatch.setattr(ModelRunner, "prefill", counted)
     pairs = [("One context here", f" choice {i}") for i in range(4)] + [("Another", " one"), ("One context here", " e")]
     instances = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
     found = lm.loglikelihood(instances, disable_tqdm=True)
@@ -197,8 +197,8 @@ def test_model_arguments_as_lm_eval_reads_them(folder: Path) -> None:
         f"pretrained={folder},policy=snapkv:window=8;kernel=3,budget=24,chunk=32",
         {"batch_size": 2, "max_batch_size": None, "device": "cuda:0"},
     )
-    assert lm.identity["policy"]["settings"]["window"] == 8  # type: ignore[index]
-    assert lm.identity["policy"]["settings"]["kernel"] == 3  # type: ignore[index]
+    assert lm.fingerprint["policy"]["settings"]["window"] == 8  # type: ignore[index]
+    assert lm.fingerprint["policy"]["settings"]["kernel"] == 3  # type: ignore[index]
     assert lm._generator.batch_size == 2
     own = EvictBenchLM.create_from_arg_obj({"pretrained": str(folder), "batch_size": 5}, {"batch_size": 1})
     assert own._generator.batch_size == 5

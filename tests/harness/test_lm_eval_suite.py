@@ -11,8 +11,9 @@ from lm_eval import simple_evaluate
 
 from evictbench.errors import UserError
 from evictbench.evaluation.run import run
-from evictbench.evaluation.settings import Settings
-from evictbench.harness.model import EvictBenchLM, suite_for
+from evictbench.evaluation.settings import RunSettings
+from evictbench.harness.model import EvictBenchLM
+from evictbench.harness.suite import suite_for
 from evictbench.store import run_folder
 
 
@@ -24,7 +25,7 @@ class Quiet:
 
 
 def lines(folder: Path, task: Path, out: Path, **settings: Any) -> tuple[list[dict[str, Any]], Any]:
-    given = Settings(
+    given = RunSettings(
         **{
             "suite": f"lm-eval:{task}",
             "model": str(folder),
@@ -54,10 +55,10 @@ def test_generation_task(folder: Path, task_folder: Path, manager: Any, tmp_path
     expected = reference(folder, manager, "tiny_gen", policy="tova", budget=16)
     assert [line["text"] for line in found] == [line["resps"][0][0] for line in expected]
     assert [line["score"] for line in found] == [line["exact_match"] for line in expected]
-    assert outcome.plan.identity["tasks"] == {"tiny_gen": "1.5"}
+    assert outcome.plan.fingerprint["tasks"] == {"tiny_gen": "1.5"}
     assert {line["token_limit"] for line in found} == {12}
     assert outcome.plan.folder.parent.parent.name == "lm-eval-tiny_gen"
-    assert any(value.startswith("sha256:") for value in outcome.plan.identity["data"].values())
+    assert any(value.startswith("sha256:") for value in outcome.plan.fingerprint["data"].values())
 
 
 def test_multiple_choice_task(folder: Path, task_folder: Path, manager: Any, tmp_path: Path) -> None:

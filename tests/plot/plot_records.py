@@ -80,12 +80,12 @@ def write_run(root, samples, **what):
     whole = identity(**what)
     label = whole["policy"]["label"]
     path = run_folder.run_folder(
-        root, whole["suite"], whole["model"], label, whole["budget"], run_folder.fingerprint(whole)
+        root, whole["suite"], whole["model"], label, whole["budget"], run_folder.fingerprint_hash(whole)
     )
     path.mkdir(parents=True)
     run = {
         "results_version": run_folder.RESULTS_VERSION,
-        "fingerprint": run_folder.fingerprint(whole),
+        "fingerprint": run_folder.fingerprint_hash(whole),
         "identity": whole,
         "sessions": [{}],
     }

@@ -210,7 +210,7 @@ def test_no_write_permission_found_late_is_a_sentence(plot, grid, tmp_path, monk
 
 def test_plotting_and_its_help_import_no_torch(grid):
     code = (
-        "import sys\nfrom evictbench import cli\ntry:\n    cli.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom evictbench.cli import app\ntry:\n    app.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'transformers', 'pandas', 'matplotlib', 'pyarrow', 'scipy'}\n"
         "print('IMPORTED', *sorted(heavy & set(sys.modules)))"
     )

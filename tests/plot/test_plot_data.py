@@ -7,7 +7,7 @@ import evictbench
 from evictbench.errors import UserError
 from evictbench.plot.data import budget_points, error_modes, fidelity_points
 from evictbench.stats.intervals import mean_interval, mean_of_means
-from evictbench.store.select import check_one_protocol, choose, paired, uneven, whole_tasks
+from evictbench.store.select import check_one_protocol, choose, common_tasks, paired_documents, uneven_tasks
 
 
 def read(root):
@@ -145,7 +145,7 @@ def test_filters_take_words_and_name_the_near_ones(tmp_path):
 def test_tasks_that_not_all_have_are_left_out(tmp_path):
     write_run(tmp_path, right(1, 2) + right(1, 2, task="vt"), tasks=("niah", "vt"))
     write_run(tmp_path, right(1, 2), policy="tova")
-    kept, sentences = whole_tasks(read(tmp_path))
+    kept, sentences = common_tasks(read(tmp_path))
     assert set(kept["task"]) == {"niah"}
     assert sentences == ["vt is left out: 1 of 2 policies and budgets have samples of it."]
 
@@ -154,18 +154,18 @@ def test_no_task_in_common_is_a_sentence(tmp_path):
     write_run(tmp_path, right(1, 2))
     write_run(tmp_path, right(1, 2, task="vt"), policy="tova", tasks=("vt",))
     with pytest.raises(UserError, match="No task was run under every policy and budget"):
-        whole_tasks(read(tmp_path))
+        common_tasks(read(tmp_path))
 
 
 def test_unlike_documents_are_said_and_paired_keeps_the_common_ones(tmp_path):
     write_run(tmp_path, right(1, 6))
     write_run(tmp_path, right(1, 8)[3:], policy="tova")
     frame = read(tmp_path)
-    (sentence,) = uneven(frame)
+    (sentence,) = uneven_tasks(frame)
     assert "same samples of niah (5 to 6 of them)" in sentence
-    common = paired(frame)
+    common = paired_documents(frame)
     assert set(common["doc_id"]) == {3, 4, 5}
     assert len(common) == 6
-    assert not uneven(common)
+    assert not uneven_tasks(common)
     with pytest.raises(UserError, match="No document of niah"):
-        paired(frame[(frame["policy"] == "tova") ^ (frame["doc_id"] < 3)])
+        paired_documents(frame[(frame["policy"] == "tova") ^ (frame["doc_id"] < 3)])

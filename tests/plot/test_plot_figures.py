@@ -9,8 +9,8 @@ from plot_records import right, sample, write_grid, write_run
 import evictbench
 from evictbench.plot import figures
 from evictbench.plot.data import budget_points, error_modes, fidelity_points
-from evictbench.plot.figures_of import drawings
-from evictbench.plot.request import Request
+from evictbench.plot.drawings import drawings
+from evictbench.plot.request import PlotRequest
 from evictbench.plot.style import SETTINGS
 
 
@@ -138,9 +138,9 @@ def test_error_bars_are_the_numbers(tmp_path):
 
 
 def test_names_and_ticks_do_not_touch_where_twelve_lines_end_together(tmp_path):
-    from evictbench.plot.style import KNOWN
+    from evictbench.registry import POLICIES, names
 
-    for policy in (*KNOWN, "kvpop:label=max,window=64", "of_another_package"):
+    for policy in (*names(POLICIES), "kvpop:label=max,window=64", "of_another_package"):
         for budget in ("64", "66", "25%", "128", "4096"):
             budget = None if policy == "full" else budget
             entries = {"25%": 70.0, None: 5000.0}.get(budget) or float(budget)
@@ -164,7 +164,7 @@ def test_panels_have_a_legend_and_nothing_touches(tmp_path):
         samples = [line for task in ("niah", "vt", "fwe", "qa") for line in right(3, 5, task=task)]
         budget = None if policy == "full" else "64"
         write_run(root, samples, policy=policy, budget=budget, tasks=("niah", "vt", "fwe", "qa"))
-    for drawing in drawings(Request(root, by="task"), None, pytest.fail):
+    for drawing in drawings(PlotRequest(root, by="task"), None, pytest.fail):
         figure = drawing.draw(drawing.numbers)
         assert [axes.get_title("left") for axes in figure.axes] == ["fwe", "niah", "qa", "vt"]
         assert_nothing_touches(figure)
@@ -172,7 +172,7 @@ def test_panels_have_a_legend_and_nothing_touches(tmp_path):
 
 def test_every_axis_says_what_it_shows(tmp_path):
     write_grid(tmp_path)
-    for drawing in drawings(Request(tmp_path), None, pytest.fail):
+    for drawing in drawings(PlotRequest(tmp_path), None, pytest.fail):
         for axes in drawing.draw(drawing.numbers).axes:
             assert axes.get_xlabel()
             assert axes.get_ylabel() or "errors" in drawing.name
@@ -180,7 +180,7 @@ def test_every_axis_says_what_it_shows(tmp_path):
 
 def test_one_sample_and_one_budget_can_be_drawn(tmp_path):
     write_run(tmp_path, right(1, 1))
-    for drawing in drawings(Request(tmp_path), None, pytest.fail):
+    for drawing in drawings(PlotRequest(tmp_path), None, pytest.fail):
         figure = drawing.draw(drawing.numbers)
         figure.canvas.draw()
         assert figure.axes

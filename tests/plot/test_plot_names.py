@@ -9,9 +9,9 @@ from plot_records import retention, right, steps, write_run, write_trace
 from test_plot_figures import assert_nothing_touches
 
 from evictbench.cli.plot import plot_and_show
-from evictbench.plot.figures_of import drawings
+from evictbench.plot.drawings import drawings
 from evictbench.plot.labels import LONGEST, short_names
-from evictbench.plot.request import Request
+from evictbench.plot.request import PlotRequest
 from evictbench.plot.style import SETTINGS
 
 LONG = "h2o:" + ",".join(f"setting{number}=value{number}" for number in range(12))
@@ -36,12 +36,12 @@ def test_names_too_long_for_a_figure_are_cut_and_stay_apart(tmp_path, capsys, ca
             samples = right(5 + number, 10, occupancy=float(budget))
             write_run(tmp_path / "runs", samples, policy=name, budget=budget)
     write_run(tmp_path / "runs", right(9, 10, occupancy=500.0), policy="full", budget=None)
-    pictures = drawn_apart(Request(tmp_path / "runs", by=by, format="svg", out=tmp_path / "plots"))
+    pictures = drawn_apart(PlotRequest(tmp_path / "runs", by=by, format="svg", out=tmp_path / "plots"))
     assert len(pictures) == 3
     assert all(text in picture for picture in pictures for text in shown)
     assert not any(name in picture for picture in pictures for name in names)
     capsys.readouterr()
-    plot_and_show(Request(tmp_path / "runs", figures="budget", format="csv"))
+    plot_and_show(PlotRequest(tmp_path / "runs", figures="budget", format="csv"))
     numbers = capsys.readouterr().out
     assert all(name in numbers for name in names)
 
@@ -57,7 +57,7 @@ def test_names_too_long_for_a_figure_of_a_trace(tmp_path, case):
     found = pd.concat([known[known["policy"] == "full"], *several])
     found["cell"] = pd.factorize(found["cell"])[0]
     folder = write_trace(tmp_path / "trace", found, retention(names))
-    pictures = drawn_apart(Request(folder, format="svg", out=tmp_path / "plots"))
+    pictures = drawn_apart(PlotRequest(folder, format="svg", out=tmp_path / "plots"))
     assert len(pictures) == 4
     assert all(text in picture for picture in pictures for text in shown)
     assert not any(name in picture for picture in pictures for name in names)

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from evictbench import registry
 from evictbench.plot.labels import move_apart
-from evictbench.plot.style import KNOWN, order, styles
+from evictbench.plot.style import in_order, plot_styles
+from evictbench.store.select import budget_bounds
+
+OURS = [
+    name
+    for name in registry.names(registry.POLICIES)
+    if registry._entries(registry.POLICIES)[name].value.startswith("evictbench.policies.")
+]
+KNOWN = {name: registry.load_policy(name).plot_style for name in in_order(OURS)}
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0.
 SIGHT = {
@@ -52,35 +60,63 @@ def test_grey_print_tells_policies_apart():
     assert all(KNOWN[name].line != "-" for name in ("oracle", "random"))
 
 
-def test_every_policy_that_comes_with_the_package_has_a_style():
-    ours = {
-        name
-        for name in registry.names(registry.POLICIES)
-        if "evictbench" in registry._entries(registry.POLICIES)[name].value
-    }
-    assert ours <= set(KNOWN)
+def test_every_policy_that_comes_with_the_package_has_a_look_of_its_own():
+    own = {name: vars(registry.load_policy(name)).get("plot_style") for name in OURS}
+    assert None not in own.values()
+    assert plot_styles(OURS) == own
+    assert list(KNOWN) == [
+        *("full", "oracle", "random", "streaming_llm", "tova", "h2o", "snapkv"),
+        *("dms", "kvpop", "kvpop_mlp", "indexmem_pp", "distillcache"),
+    ]
+
+
+def test_policies_with_one_look_and_policies_without_any_differ_in_one_figure(monkeypatch):
+    """A package may copy a style, inherit it with the class, or declare none; a label runs no file."""
+    h2o = registry.load_policy("h2o")
+    copied = type("Copied", (h2o,), {"name": "a_copy", "plot_style": h2o.plot_style})
+    inherited = type("Inherited", (h2o,), {"name": "an_heir"})
+    load = {"a_copy": copied, "an_heir": inherited}
+    monkeypatch.setattr("evictbench.plot.style.load_policy", lambda name: load.get(name) or registry.load_policy(name))
+    names = ["h2o", "a_copy", "an_heir", "mine", "yours", "file.py:Mine"]
+    drawn = plot_styles(names)
+    assert drawn["h2o"] == KNOWN["h2o"] or drawn["a_copy"] == KNOWN["h2o"]
+    assert len({(style.colour, style.marker) for style in drawn.values()}) == len(names)
+    assert drawn == plot_styles(names[::-1])
+
+
+def test_more_policies_than_colours_and_markers_differ_in_their_lines():
+    drawn = plot_styles([f"policy_{number}" for number in range(150)])
+    assert len({(style.colour, style.marker, style.line) for style in drawn.values()}) == 150
+
+
+def test_a_label_imports_no_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('imported')")
+    label = f"{file}:Mine"
+    assert plot_styles([label])[label].marker
+    assert budget_bounds([label]) == {label: True}
 
 
 def test_known_policies_look_the_same_in_any_company():
-    assert styles(["h2o"])["h2o"] == styles(["tova", "h2o", "mine", "full"])["h2o"] == KNOWN["h2o"]
+    assert plot_styles(["h2o"])["h2o"] == plot_styles(["tova", "h2o", "mine", "full"])["h2o"] == KNOWN["h2o"]
 
 
 def test_an_unknown_policy_keeps_its_style_and_is_like_no_other():
-    alone = styles(["mine"])["mine"]
-    assert styles(["h2o", "mine", "tova"])["mine"] == alone
-    many = styles([f"policy_{number}" for number in range(20)])
+    alone = plot_styles(["mine"])["mine"]
+    assert plot_styles(["h2o", "mine", "tova"])["mine"] == alone
+    many = plot_styles([f"policy_{number}" for number in range(20)])
     assert len({(style.colour, style.marker) for style in many.values()}) == 20
 
 
 def test_settings_of_one_policy_share_its_colour_and_differ_in_line_and_marker():
-    found = styles(["kvpop", "kvpop:label=max", "kvpop:label=mean,window=8"])
+    found = plot_styles(["kvpop", "kvpop:label=max", "kvpop:label=mean,window=8"])
     assert {style.colour for style in found.values()} == {KNOWN["kvpop"].colour}
     assert len({(style.line, style.hollow) for style in found.values()}) == 3
     assert found["kvpop"] == KNOWN["kvpop"]
 
 
 def test_legends_name_policies_in_one_order():
-    assert order(["zzz", "tova", "h2o:group=max", "full", "h2o"]) == ["full", "tova", "h2o", "h2o:group=max", "zzz"]
+    assert in_order(["zzz", "tova", "h2o:group=max", "full", "h2o"]) == ["full", "tova", "h2o", "h2o:group=max", "zzz"]
 
 
 @settings(max_examples=200, deadline=None)

@@ -9,8 +9,8 @@ from test_plot_figures import assert_nothing_touches, lines
 
 from evictbench.errors import UserError
 from evictbench.plot import trace_figures as figures
-from evictbench.plot.figures_of import drawings
-from evictbench.plot.request import Request
+from evictbench.plot.drawings import drawings
+from evictbench.plot.request import PlotRequest
 from evictbench.plot.style import SETTINGS
 from evictbench.plot.trace import kept_points, latency_points, memory_points, retention_map
 from evictbench.store.select import Filters
@@ -144,18 +144,18 @@ def test_where_kept_tokens_lie_and_how_many_are_recent():
 def test_what_is_no_whole_trace_is_a_sentence(tmp_path):
     folder = write_trace(tmp_path / "t", steps())
     with pytest.raises(UserError, match=r"has no .*retention\.parquet"):
-        list(drawings(Request(folder), ["retention"], pytest.fail))
+        list(drawings(PlotRequest(folder), ["retention"], pytest.fail))
     with pytest.raises(UserError, match="--by and --task would do nothing"):
-        list(drawings(Request(folder, by="task", filters=Filters(task="vt")), None, pytest.fail))
+        list(drawings(PlotRequest(folder, by="task", filters=Filters(task="vt")), None, pytest.fail))
     with pytest.raises(UserError, match=r"Unknown policy 'h20' in this trace: did you mean h2o\?"):
-        list(drawings(Request(folder, filters=Filters(policy="h20")), None, pytest.fail))
+        list(drawings(PlotRequest(folder, filters=Filters(policy="h20")), None, pytest.fail))
     whole = (folder / STEPS_FILE).read_bytes()
     (folder / STEPS_FILE).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="half-written or damaged"):
-        list(drawings(Request(folder), None, pytest.fail))
+        list(drawings(PlotRequest(folder), None, pytest.fail))
     (folder / STEPS_FILE).unlink()
     with pytest.raises(UserError, match="was not finished"):
-        list(drawings(Request(folder), None, pytest.fail))
+        list(drawings(PlotRequest(folder), None, pytest.fail))
     (folder / TRACE).write_text("{")
     with pytest.raises(UserError, match="is not the record of a trace"):
-        list(drawings(Request(folder), None, pytest.fail))
+        list(drawings(PlotRequest(folder), None, pytest.fail))

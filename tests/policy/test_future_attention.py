@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from largest_tensor import LargestTensor
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evictbench.policy import future_attention
 from twin import future as twin
@@ -102,19 +102,6 @@ def test_with_keys_that_ask_and_queries_that_answer(length: int, window: int, gi
     for row in range(2):
         dense = twin.future_attention(query[row], key[row], window=window, scaling=SCALING, label="mean")
         torch.testing.assert_close(total[row].double().exp() / count, dense.view(2, 2, length), atol=1e-5, rtol=1e-5)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("label", ["mean", "max"])

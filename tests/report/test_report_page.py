@@ -15,7 +15,7 @@ from plot.plot_records import right, sample, write_run
 from report.report_cases import HOSTILE, WORDS, Page, answers, prompt, word_tokenizer
 
 from evictbench.report.build import build
-from evictbench.report.request import Request
+from evictbench.report.request import ReportRequest
 from evictbench.store import run_folder
 from evictbench.store.select import Filters
 
@@ -251,15 +251,15 @@ def test_it_says_what_it_waits_for_where_the_file_is_and_how_to_open_it(report, 
     assert following == f"next: open it in a browser: python -m webbrowser '{out}'"
     assert report(runs, "--suite", "ruler", "--documents", 0, "--out", out, "--quiet")[1] == ""
     waited = []
-    build(Request(runs, out=out, filters=Filters(suite="ruler"), documents=0), waited.append)
+    build(ReportRequest(runs, out=out, filters=Filters(suite="ruler"), documents=0), waited.append)
     assert waited[0] == f"reading {runs}"
     assert "drawing the figures" in waited
 
 
 def test_its_help_is_quick_and_has_an_example(tmp_path):
     program = (
-        "import sys\nfrom evictbench import cli\n"
-        "try:\n    cli.main(['report', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "import sys\nfrom evictbench.cli import app\n"
+        "try:\n    app.main(['report', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "assert not {'torch', 'pandas', 'matplotlib', 'jinja2', 'numpy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -269,8 +269,8 @@ def test_its_help_is_quick_and_has_an_example(tmp_path):
 
 def test_it_imports_no_torch_and_leaves_nothing_half_written(runs, tmp_path):
     program = (
-        "import sys\nfrom evictbench import cli\n"
-        "try:\n    cli.main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "import sys\nfrom evictbench.cli import app\n"
+        "try:\n    app.main(sys.argv[1:])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "assert not {'torch', 'transformers', 'lm_eval'} & sys.modules.keys()"
     )
     out = tmp_path / "r.html"

@@ -9,6 +9,7 @@ import pytest
 
 from evictbench.errors import UserError
 from evictbench.store import run_folder
+from evictbench.store.files import write_json
 from evictbench.store.frame import read_results
 
 IDENTITY = {
@@ -30,7 +31,7 @@ def line(doc_id, task="toy_recall", **more):
 
 
 def folder_for(root, identity=IDENTITY):
-    mark = run_folder.fingerprint(identity)
+    mark = run_folder.fingerprint_hash(identity)
     return run_folder.run_folder(root, "toy", "org/tiny", "hoard:size=4", "25%", mark)
 
 
@@ -46,7 +47,7 @@ def make(root, lines, identity=IDENTITY, session=None):
 def test_the_folder_says_what_is_in_it(tmp_path):
     path = folder_for(tmp_path)
     assert path.parent.relative_to(tmp_path).as_posix() == "toy/org--tiny"
-    assert path.name == f"hoard+size=4-25pct-{run_folder.fingerprint(IDENTITY)}"
+    assert path.name == f"hoard+size=4-25pct-{run_folder.fingerprint_hash(IDENTITY)}"
 
 
 @pytest.mark.parametrize("name", ["../up", "..", "a/b", ".hidden", "a b\nc"])
@@ -58,8 +59,8 @@ def test_a_name_never_leaves_its_folder(tmp_path, name):
 
 def test_the_fingerprint_is_stable():
     """Written down, so that a change of it cannot go unnoticed: results of before would be made again."""
-    assert run_folder.fingerprint(IDENTITY) == "4ce4e4a8453f"
-    assert run_folder.fingerprint(dict(reversed(IDENTITY.items()))) == run_folder.fingerprint(IDENTITY)
+    assert run_folder.fingerprint_hash(IDENTITY) == "4ce4e4a8453f"
+    assert run_folder.fingerprint_hash(dict(reversed(IDENTITY.items()))) == run_folder.fingerprint_hash(IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +85,13 @@ def test_the_fingerprint_changes_with_everything_that_moves_a_score(where):
     for key in where[:-1]:
         inner = inner[key]
     inner[where[-1]] = "other"
-    assert run_folder.fingerprint(other) != run_folder.fingerprint(IDENTITY)
+    assert run_folder.fingerprint_hash(other) != run_folder.fingerprint_hash(IDENTITY)
 
 
 def test_the_fingerprint_changes_with_the_results_version(monkeypatch):
-    before = run_folder.fingerprint(IDENTITY)
+    before = run_folder.fingerprint_hash(IDENTITY)
     monkeypatch.setattr(run_folder, "RESULTS_VERSION", run_folder.RESULTS_VERSION + 1)
-    assert run_folder.fingerprint(IDENTITY) != before
+    assert run_folder.fingerprint_hash(IDENTITY) != before
 
 
 def test_samples_come_back_as_written(tmp_path):
@@ -226,9 +227,9 @@ def test_two_processes_that_take_turns_lose_nothing(tmp_path):
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path):
     file = tmp_path / "summary.json"
-    run_folder.write_json(file, {"a": 1})
+    write_json(file, {"a": 1})
     with pytest.raises(TypeError):
-        run_folder.write_json(file, {"a": object()})
+        write_json(file, {"a": object()})
     assert json.loads(file.read_text()) == {"a": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["summary.json"]
 
@@ -270,7 +271,7 @@ def test_read_back_no_folder_of_others_is_taken(tmp_path):
 def test_results_of_a_newer_evictbench_are_not_guessed_at(tmp_path):
     path = make(tmp_path, [line(0)])
     run = json.loads((path / run_folder.RUN).read_text())
-    run_folder.write_json(path / run_folder.RUN, run | {"results_version": run_folder.RESULTS_VERSION + 1})
+    write_json(path / run_folder.RUN, run | {"results_version": run_folder.RESULTS_VERSION + 1})
     with pytest.raises(UserError, match="newer evictbench"):
         run_folder.read_run(path)
 

@@ -11,9 +11,9 @@ from evictbench.errors import UserError
 from evictbench.generation.generator import Generator
 from evictbench.policies.h2o import H2O
 from evictbench.policy.budget import Budget
-from evictbench.suites.fidelity.generator import Forced
+from evictbench.suites.fidelity.generator import TeacherForced
 from studies import cells
-from studies.replay import DenseRuns, ReplayingFeeder
+from studies.replay import DenseRuns, ReplayingRunner
 from twin.tiny import tiny_model
 
 
@@ -38,24 +38,24 @@ def plan_of(own: Any = None) -> Any:
 def test_answers_are_fed_from_recordings() -> None:
     model = tiny_model()
     runs = DenseRuns(model, 2)
-    generator, device = cells._generator(plan_of(), model, runs)
+    generator, device = cells.replaying_generator(plan_of(), model, runs)
     assert isinstance(generator, Generator)
-    assert isinstance(generator.feeder, ReplayingFeeder)
-    assert generator.feeder.runs is runs
-    assert (generator.batch_size, generator.seed, generator.feeder.chunk) == (3, 5, 16)
+    assert isinstance(generator.runner, ReplayingRunner)
+    assert generator.runner.runs is runs
+    assert (generator.batch_size, generator.seed, generator.runner.chunk) == (3, 5, 16)
     assert device.startswith("cpu")
 
 
 def test_forced_texts_are_fed_from_recordings() -> None:
     model = tiny_model()
     runs = DenseRuns(model, 2)
-    generator, _ = cells._generator(plan_of(lambda plan, load: Forced(plan, load(plan))), model, runs)
-    assert isinstance(generator, Forced)
-    assert isinstance(generator.comparison.feeder, ReplayingFeeder)
+    generator, _ = cells.replaying_generator(plan_of(lambda plan, load: TeacherForced(plan, load(plan))), model, runs)
+    assert isinstance(generator, TeacherForced)
+    assert isinstance(generator.comparison.runner, ReplayingRunner)
     assert generator.comparison.dense_passes is runs.dense_passes
 
 
 def test_what_cannot_be_fed_from_recordings_is_refused() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="Cells of toy cannot share dense runs"):
-        cells._generator(plan_of(lambda plan, load: object()), model, DenseRuns(model, 2))
+        cells.replaying_generator(plan_of(lambda plan, load: object()), model, DenseRuns(model, 2))

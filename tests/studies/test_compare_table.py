@@ -42,7 +42,7 @@ def test_learned_policies_and_oracles_are_set_beside_training_free_ones() -> Non
 
 
 def test_named_policies_alone_are_tested_on_common_samples() -> None:
-    lines = table(CELLS, "kl", False, named=["oracle"])
+    lines = table(CELLS, "kl", False, tested=["oracle"])
     start = lines.index("  oracle at 128 against")
     assert "n 3)" in lines[start + 1]
     assert "  kvpop at 128 against" not in lines

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from studies import compare
 from studies.oracle_report import draw, report
 from studies.oracle_study import Line, write
@@ -31,7 +31,7 @@ def test_the_data_file_reads_back(tmp_path: Path) -> None:
 
 
 def test_the_report_says_what_was_run_and_every_number() -> None:
-    run = Settings(policy="full", suite="fidelity", tasks="gsm8k", context=864, limit=2, max_new_tokens="96")
+    run = RunSettings(policy="full", suite="fidelity", tasks="gsm8k", context=864, limit=2, max_new_tokens="96")
     text = report(LINES, [run], "smollm2")
     assert "- fidelity: gsm8k; 864 tokens, 2 samples a task, seed 0, at most 96 tokens of continuation" in text
     assert "| `oracle:label=max` | 128 | 0.0612 (0.05 to 0.07) |" in text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from studies.reference import begin_from_published
-from studies.reference_page import MARKS, between, common, table
+from studies.reference_page import MARKS, common, table, write_between_marks
 
 
 def test_a_cell_goes_on_from_what_is_published_and_from_its_own_run_first(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("nothing")
     with pytest.raises(ValueError, match="lacks the marks"):
-        between(page, "table")
+        write_between_marks(page, "table")
     page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter")
-    between(page, "new")
+    write_between_marks(page, "new")
     assert page.read_text() == f"before\n{MARKS[0]}\n\nnew\n{MARKS[1]}\nafter"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.oracle import Oracle
@@ -16,7 +16,7 @@ from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
 from evictbench.policy import Policy
 from evictbench.policy.budget import Budget
-from studies.replay import FED, DenseRuns, ReplayingFeeder
+from studies.replay import FED, DenseRuns, ReplayingRunner
 from twin.tiny import random_tokens, tiny_model
 
 POLICIES: list[tuple[Policy, str | None]] = [
@@ -35,13 +35,13 @@ def test_a_replayed_prompt_is_the_prompt_read(policy: Policy, budget: str | None
     model, prompt = tiny_model(), random_tokens(40, 3)
     parsed = None if budget is None else Budget.parse(budget)
     settings: dict[str, Any] = {"prefill": "native", "chunk": 16}
-    cache, logits = Feeder(model, policy, parsed, **settings).read(prompt, border)
-    feeder = ReplayingFeeder(model, policy, parsed, **settings, runs=DenseRuns(model, 2), label=policy.name)
-    again, replayed = feeder.read(prompt, border)
+    cache, logits = ModelRunner(model, policy, parsed, **settings).prefill(prompt, border)
+    runner = ReplayingRunner(model, policy, parsed, **settings, runs=DenseRuns(model, 2), label=policy.name)
+    again, replayed = runner.prefill(prompt, border)
     torch.testing.assert_close(replayed, logits, atol=1e-9, rtol=0)
     for layer in range(cache.shape.layers):
         assert torch.equal(again.kept(layer), cache.kept(layer))
-    assert feeder.feed(again, [[1]], [40]).shape == (1, 1, 97)
+    assert runner.forward(again, [[1]], [40]).shape == (1, 1, 97)
 
 
 def test_a_dense_prompt_costs_the_model_its_end_only() -> None:
@@ -51,12 +51,12 @@ def test_a_dense_prompt_costs_the_model_its_end_only() -> None:
     hook = model.model.layers[0].register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
     try:
         for budget in ("12", "16"):
-            ReplayingFeeder(
+            ReplayingRunner(
                 model, H2O(), Budget.parse(budget), prefill="native", chunk=16, runs=runs, label="h2o"
-            ).read(prompt)
+            ).prefill(prompt)
         oracle = Oracle(Oracle.Config(window=4))
-        first, again = runs.foreseen_by(oracle, "oracle")(prompt), runs.foreseen_by(oracle, "oracle")(prompt)
-        assert runs.go_on(prompt, 2) is runs.go_on(prompt, 2)
+        first, again = runs.labels_by("oracle")(oracle, prompt), runs.labels_by("oracle")(oracle, prompt)
+        assert runs.write_on(prompt, 2) is runs.write_on(prompt, 2)
     finally:
         hook.remove()
     assert widths == [40, FED, FED, FED, 1]

@@ -1,7 +1,7 @@
 """Lets these tests find the fake suite and policy, a tiny model with weights, and policies that fail."""
 
 import pytest
-from fakes import environment, installed
+from fake_plugin_fixtures import environment, installed
 
 __all__ = ["environment", "installed"]
 

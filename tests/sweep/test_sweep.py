@@ -4,23 +4,24 @@ import json
 import shutil
 
 import pytest
-from doing import Here, Watch
+from executor_in_process import InProcess, Watcher
 
 from evictbench.errors import UserError
 from evictbench.evaluation import run
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.store import run_folder
 from evictbench.store.frame import read_results
 from evictbench.sweep.estimate import estimate
-from evictbench.sweep.grid import cells_of, grid_of, merge, shard_folder, shard_folders
+from evictbench.sweep.grid import grid_cells, parse_grid
 from evictbench.sweep.plan import FAILURE, plan_cells, sweep
+from evictbench.sweep.shards import merge_shards, shard_folder, shard_folders
 
 
 @pytest.fixture
 def grid(model, tmp_path):
     def grid(policies="h2o,tova", budgets="16,32", **words):
         words = {"suites": "toy", "model": model, "out": tmp_path / "runs", "device": "cpu", **words}
-        return cells_of(grid_of({"policies": policies, "budgets": budgets, **words}))
+        return grid_cells(parse_grid({"policies": policies, "budgets": budgets, **words}))
 
     return grid
 
@@ -39,8 +40,8 @@ def test_every_cell_is_what_a_run_of_it_is_and_the_model_is_loaded_once(grid, tm
     assert not impossible
     assert len({id(cell.plan.tokenizer) for cell in cells}) == 1
     assert cells[0].plan.prompts[3].prompt is cells[4].plan.prompts[3].prompt
-    watch = Watch()
-    progress = sweep(cells, Here(), watch)
+    watch = Watcher()
+    progress = sweep(cells, InProcess(), watch)
     assert [cell.state for cell in cells] == ["done"] * 5
     assert watch.titles == [
         "full on toy",
@@ -53,11 +54,13 @@ def test_every_cell_is_what_a_run_of_it_is_and_the_model_is_loaded_once(grid, tm
     assert len(loads) == 1
     assert progress.whole_left() == 0
 
-    class Silent(Watch):
+    class Silent(Watcher):
         phase = planned = start = sample = lambda *_: None
 
     alone = run.run(
-        Settings(policy="tova", suite="toy", budget="16", model=cells[0].plan.settings.model, out=tmp_path / "alone"),
+        RunSettings(
+            policy="tova", suite="toy", budget="16", model=cells[0].plan.settings.model, out=tmp_path / "alone"
+        ),
         Silent(),
     )
     theirs = run_folder.read_samples(alone.plan.folder)
@@ -70,10 +73,10 @@ def test_every_cell_is_what_a_run_of_it_is_and_the_model_is_loaded_once(grid, tm
 
 
 def test_what_is_finished_is_not_run_again_and_a_larger_limit_extends(grid):
-    sweep(plan_cells(grid(limit=2))[0], Here(), Watch())
-    again = Here()
+    sweep(plan_cells(grid(limit=2))[0], InProcess(), Watcher())
+    again = InProcess()
     cells = plan_cells(grid(limit=2))[0]
-    watch = Watch()
+    watch = Watcher()
     sweep(cells, again, watch)
     assert again.jobs == []
     assert [cell.state for cell in cells] == ["done"] * 5
@@ -82,7 +85,7 @@ def test_what_is_finished_is_not_run_again_and_a_larger_limit_extends(grid):
     before = (cells[0].plan.folder / run_folder.SAMPLES).read_text()
     more = plan_cells(grid(limit=3))[0]
     assert [cell.total - cell.done for cell in more] == [2] * 5
-    sweep(more, Here(), Watch())
+    sweep(more, InProcess(), Watcher())
     assert (more[0].plan.folder / run_folder.SAMPLES).read_text().startswith(before)
     assert more[0].made == 2
 
@@ -106,8 +109,8 @@ def test_cells_that_cannot_be_are_named_and_a_sweep_that_cannot_be_is_refused(gr
 def test_a_failed_cell_does_not_stop_the_others_and_says_why(grid, failing):
     policies = f"{failing}:Bursts,h2o,{failing}:Hungry"
     cells, _ = plan_cells(grid(policies, "32", limit=1))
-    watch = Watch()
-    sweep(cells, Here(), watch)
+    watch = Watcher()
+    sweep(cells, InProcess(), watch)
     assert [cell.state for cell in cells] == ["done", "failed", "done", "failed"]
     bursts, hungry = cells[1], cells[3]
     assert bursts.sentence == "RuntimeError: the score is gone"
@@ -118,8 +121,8 @@ def test_a_failed_cell_does_not_stop_the_others_and_says_why(grid, failing):
         assert text.startswith(cell.sentence)
         assert "Traceback" in text
         assert not (cell.plan.folder / ".phase").exists()
-    again = Here()
-    sweep(plan_cells(grid(policies, "32", limit=1))[0], again, Watch())
+    again = InProcess()
+    sweep(plan_cells(grid(policies, "32", limit=1))[0], again, Watcher())
     assert [job.title for job in again.jobs] == ["bursts at 32 on toy", "hungry at 32 on toy"]
 
 
@@ -127,14 +130,14 @@ def test_the_note_of_a_failure_goes_when_the_cell_is_done(grid):
     cells, _ = plan_cells(grid("h2o", "32", limit=1))
     cells[1].plan.folder.mkdir(parents=True)
     (cells[1].plan.folder / FAILURE).write_text("before")
-    sweep(cells, Here(), Watch())
+    sweep(cells, InProcess(), Watcher())
     assert cells[1].state == "done"
     assert not (cells[1].plan.folder / FAILURE).exists()
 
 
 def test_shards_deal_out_documents_and_are_merged_exactly_once(grid):
     cells, _ = plan_cells(grid("h2o", "32", limit=7, temperature=0.7, repeats=2))
-    here = Here()
+    here = InProcess()
     seen = []
 
     def look(job):
@@ -145,7 +148,7 @@ def test_shards_deal_out_documents_and_are_merged_exactly_once(grid):
             assert set(frame["folder"]) == {str(cells[0].plan.folder)}
 
     here.before = look
-    sweep(cells, here, Watch(), shards=3)
+    sweep(cells, here, Watcher(), shards=3)
     assert seen[:3] == ["full on toy, shard 1 of 3", "full on toy, shard 2 of 3", "full on toy, shard 3 of 3"]
     for cell in cells:
         keys, lines = lines_of(cell)
@@ -169,12 +172,12 @@ def test_merging_may_be_stopped_and_done_again(grid, tmp_path):
             shutil.copytree(shard_folder(job.cell_folder, 0, 2), kept)
 
     cells, _ = plan_cells(grid("h2o", "32", limit=4))
-    sweep(cells, Here(keep), Watch(), shards=2)
+    sweep(cells, InProcess(keep), Watcher(), shards=2)
     cell = cells[1]
     before, _ = lines_of(cell)
     back = shard_folder(cell.plan.folder, 0, 2)
     shutil.copytree(kept, back)
-    assert merge(cell.plan.folder, cell.plan.identity) == 0
+    assert merge_shards(cell.plan.folder, cell.plan.fingerprint) == 0
     assert lines_of(cell)[0] == before
     assert not back.exists()
 
@@ -186,16 +189,16 @@ def test_merging_may_be_stopped_and_done_again(grid, tmp_path):
     cells, _ = plan_cells(grid("h2o", "32", limit=4))
     assert cells[1].done == 4
     assert back.exists()  # planning alone changes nothing
-    here = Here()
-    sweep(cells, here, Watch(), shards=3)
+    here = InProcess()
+    sweep(cells, here, Watcher(), shards=3)
     assert [job.title for job in here.jobs] == ["h2o at 32 on toy, shard 1 of 3", "h2o at 32 on toy, shard 2 of 3"]
     assert lines_of(cells[1])[0] == before
 
 
 def test_a_cell_that_another_process_writes_to_is_left_to_it(grid):
     cells, _ = plan_cells(grid("h2o", "32", limit=1))
-    with run_folder.open_run(cells[0].plan.folder, cells[0].plan.identity):
-        sweep(cells, Here(), Watch())
+    with run_folder.open_run(cells[0].plan.folder, cells[0].plan.fingerprint):
+        sweep(cells, InProcess(), Watcher())
     assert [cell.state for cell in cells] == ["failed", "done"]
     assert cells[0].sentence.startswith("Another run is writing to")
 
@@ -207,12 +210,12 @@ def test_ctrl_c_keeps_what_is_finished_and_goes_through(grid):
 
     cells, _ = plan_cells(grid(limit=1))
     with pytest.raises(KeyboardInterrupt):
-        sweep(cells, Here(stop), Watch())
+        sweep(cells, InProcess(stop), Watcher())
     assert [cell.state for cell in cells] == ["done", "done", "stopped", "stopped", "stopped"]
     assert not cells[4].plan.folder.exists()  # never begun
     assert not (cells[2].plan.folder / FAILURE).exists()
     cells, _ = plan_cells(grid(limit=1))
-    sweep(cells, Here(), Watch())
+    sweep(cells, InProcess(), Watcher())
     assert [cell.state for cell in cells] == ["done"] * 5
 
 
@@ -231,7 +234,7 @@ def test_estimates_count_what_is_missing(grid):
     assert full.seconds == full.prompt_tokens / 1000 + full.answer_tokens / 20
     assert "assumed" in full.timed_by
 
-    sweep(cells, Here(), Watch())
+    sweep(cells, InProcess(), Watcher())
     cells, _ = plan_cells(grid("h2o,tova", "16", limit=6, batch_size=2))
     full, h2o, tova = estimate(cells, cells[0].plan.settings.out)
     assert (full.samples, h2o.samples, tova.samples) == (6, 6, 12)

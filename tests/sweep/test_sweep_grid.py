@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from evictbench.errors import UserError
-from evictbench.sweep.grid import cells_of, coarse, grid_of, read_file
+from evictbench.sweep.grid import coarse_to_fine, grid_cells, parse_grid, read_sweep_file
 
 
 def cells(**words):
-    return cells_of(grid_of(words))
+    return grid_cells(parse_grid(words))
 
 
 def named(found):
@@ -17,12 +17,12 @@ def named(found):
 
 
 def test_the_middle_comes_first_then_the_ends_then_the_gaps():
-    assert coarse(["512", "64", "128", "256", "1024"]) == ["256", "64", "1024", "128", "512"]
-    assert coarse(["25%", "512", "5%", "64"]) == ["5%", "64", "25%", "512"]
-    assert coarse(["64", "128"]) == ["128", "64"]
-    assert coarse(["7"]) == ["7"]
+    assert coarse_to_fine(["512", "64", "128", "256", "1024"]) == ["256", "64", "1024", "128", "512"]
+    assert coarse_to_fine(["25%", "512", "5%", "64"]) == ["5%", "64", "25%", "512"]
+    assert coarse_to_fine(["64", "128"]) == ["128", "64"]
+    assert coarse_to_fine(["7"]) == ["7"]
     many = [str(number) for number in range(1, 40)]
-    assert sorted(coarse(many), key=int) == many
+    assert sorted(coarse_to_fine(many), key=int) == many
 
 
 def test_the_full_cache_comes_first_and_every_policy_before_the_next_budget():
@@ -93,7 +93,7 @@ overrides:
 
 
 def test_a_file_holds_the_same_words_and_what_differs_in_some_cells(write):
-    found = cells_of(grid_of(read_file(write(FILE))))
+    found = grid_cells(parse_grid(read_sweep_file(write(FILE))))
     by_cell = {(one.policy, one.budget): one for one in found}
     assert by_cell.keys() == {
         ("full", None),
@@ -108,8 +108,11 @@ def test_a_file_holds_the_same_words_and_what_differs_in_some_cells(write):
 
 
 def test_the_command_line_goes_before_the_file(write):
-    words = read_file(write("policies: h2o\nbudgets: 32\nsuites: toy\nlimit: 3\n")) | {"budgets": "16", "limit": 5}
-    assert [(one.budget, one.limit) for one in cells_of(grid_of(words))] == [(None, 5), ("16", 5)]
+    words = read_sweep_file(write("policies: h2o\nbudgets: 32\nsuites: toy\nlimit: 3\n")) | {
+        "budgets": "16",
+        "limit": 5,
+    }
+    assert [(one.budget, one.limit) for one in grid_cells(parse_grid(words))] == [(None, 5), ("16", 5)]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +132,12 @@ def test_the_command_line_goes_before_the_file(write):
 )
 def test_what_a_file_cannot_say(write, text, sentence):
     with pytest.raises(UserError, match=sentence):
-        read_file(write(text))
+        read_sweep_file(write(text))
 
 
 def test_what_no_sweep_can_be(write, tmp_path):
     with pytest.raises(UserError, match="There is no file"):
-        read_file(tmp_path / "none.yaml")
+        read_sweep_file(tmp_path / "none.yaml")
     for words, sentence in (
         ({"budgets": "32", "suites": "toy"}, "A sweep needs policies"),
         ({"policies": "h2o", "budgets": "32"}, "A sweep needs suites"),
@@ -146,4 +149,4 @@ def test_what_no_sweep_can_be(write, tmp_path):
             cells(**words)
     text = "policies: h2o\nbudgets: 32\nsuites: toy\noverrides: [{policy: tova, limit: 3}]"
     with pytest.raises(UserError, match="Override 1 names no cell"):
-        cells_of(grid_of(read_file(write(text))))
+        grid_cells(parse_grid(read_sweep_file(write(text))))

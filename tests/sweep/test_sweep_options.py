@@ -4,14 +4,14 @@ import inspect
 from dataclasses import fields
 
 from evictbench.cli.app import run, sweep
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 
 PLURALS = {"policy": "policies", "budget": "budgets", "suite": "suites"}
 
 
 def test_a_sweep_takes_every_option_of_a_run():
     of_run, of_sweep = inspect.signature(run).parameters, inspect.signature(sweep).parameters
-    for field in fields(Settings):
+    for field in fields(RunSettings):
         assert PLURALS.get(field.name, field.name) in of_sweep, field.name
         assert field.name in of_run, field.name
 

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 
 import pytest
-from doing import Watch
-from fakes import SITE
+from executor_in_process import Watcher
+from fake_plugin_fixtures import SITE
 
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.store import run_folder
-from evictbench.sweep.grid import shard_folders
 from evictbench.sweep.plan import _jobs, plan_cells, sweep
 from evictbench.sweep.ray import RayTasks
+from evictbench.sweep.shards import shard_folders
 
 
 def start_node(tries=4):
@@ -66,11 +66,11 @@ def kill_one(root, killed, over):
 def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_once(cluster, model, tmp_path):
     root = tmp_path / "runs"
     common = {"suite": "toy", "model": model, "out": root, "limit": 20, "batch_size": 1}
-    cells, _ = plan_cells([Settings("full", **common), Settings("h2o", budget="16", **common)])
+    cells, _ = plan_cells([RunSettings("full", **common), RunSettings("h2o", budget="16", **common)])
     killed, over = [], threading.Event()
     killer = threading.Thread(target=kill_one, args=(root, killed, over), daemon=True)
     killer.start()
-    sweep(cells, RayTasks(None), Watch(), shards=2)
+    sweep(cells, RayTasks(None), Watcher(), shards=2)
     over.set()
     killer.join()
     assert [(cell.state, cell.sentence) for cell in cells] == [("done", "")] * 2
@@ -86,7 +86,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
     assert cells[1].summary["mean"]["samples"] == 40
 
     # Closing in the middle of another cell stops its task in good order.
-    slow = Settings("tova", budget="16", **common | {"limit": 1500, "max_new_tokens": "32"})
+    slow = RunSettings("tova", budget="16", **common | {"limit": 1500, "max_new_tokens": "32"})
     (cell,), _ = plan_cells([slow])
     events = RayTasks(None).run(_jobs([cell], 1))
     for _ in events:
@@ -98,6 +98,6 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
     summary, phase = cell.plan.folder / run_folder.SUMMARY, cell.plan.folder / ".phase"
     while (phase.exists() or not summary.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    with run_folder.open_run(cell.plan.folder, cell.plan.identity) as folder:
+    with run_folder.open_run(cell.plan.folder, cell.plan.fingerprint) as folder:
         assert 0 < len(folder.samples) < 3000
     assert not phase.exists()

@@ -6,17 +6,17 @@ import io
 import json
 
 import pytest
-from doing import Here
+from executor_in_process import InProcess
 from rich.console import Console
 
 from evictbench.cli import sweep as sweep_command
-from evictbench.cli.sweep import How, sweep_and_show
-from evictbench.cli.sweep_output import SweepTable, in_a_line, live_table
+from evictbench.cli.sweep import SweepOptions, sweep_and_show
+from evictbench.cli.sweep_output import SweepTable, live_table, status_line
 from evictbench.errors import UserError
 from evictbench.store import run_folder
-from evictbench.sweep.grid import cells_of, grid_of
-from evictbench.sweep.job import Job, Notes
-from evictbench.sweep.local import places
+from evictbench.sweep.grid import grid_cells, parse_grid
+from evictbench.sweep.job import Job, JobWatcher
+from evictbench.sweep.local import worker_devices
 from evictbench.sweep.plan import plan_cells, sweep
 from evictbench.sweep.progress import Progress
 
@@ -36,7 +36,7 @@ def words(model, tmp_path):
 
 @pytest.fixture
 def cells(words):
-    return plan_cells(cells_of(grid_of(words)))[0]
+    return plan_cells(grid_cells(parse_grid(words)))[0]
 
 
 def text_of(table, width=120):
@@ -62,12 +62,12 @@ def test_progress_is_read_from_the_disk_line_by_line(cells):
     folder = cell.plan.folder
     folder.mkdir(parents=True)
     progress.started(job)
-    notes = Notes(job)
-    notes.phase("loading the weights")
+    watcher = JobWatcher(job)
+    watcher.phase("loading the weights")
     progress.update()
     assert "loading the weights" in text_of(live_table(progress, 40))
     assert progress.left(cell) is None
-    notes.start([], 4)
+    watcher.start([], 4)
     progress.update()
     first, second, *_ = cell.plan.prompts
     samples = folder / run_folder.SAMPLES
@@ -86,8 +86,8 @@ def test_progress_is_read_from_the_disk_line_by_line(cells):
     assert "2/4" in table
     assert "12/min" in table
     assert "0:10" in table
-    assert in_a_line(progress) == "0/5 cells, 2/20 samples, 1:30 left"
-    notes.close()
+    assert status_line(progress) == "0/5 cells, 2/20 samples, 1:30 left"
+    watcher.close()
     progress.ended(job)
 
 
@@ -106,7 +106,7 @@ def test_a_long_table_keeps_to_the_screen(cells):
 def test_in_a_file_there_is_a_line_for_each_cell_that_ends(cells):
     console = Console(file=io.StringIO(), width=120)
     with SweepTable(console) as table:
-        sweep(cells, Here(), table)
+        sweep(cells, InProcess(), table)
         table.warn("once")
         table.warn("once")
     lines = console.file.getvalue().splitlines()
@@ -119,7 +119,7 @@ def test_on_a_terminal_the_table_is_live(cells):
     console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True)
     with SweepTable(console) as table:
         table.phase("planning cell 1 of 5")
-        sweep(cells, Here(), table)
+        sweep(cells, InProcess(), table)
     shown = console.file.getvalue()
     for said in ("planning cell 1 of 5", "h2o", "waiting", "running", "done", "cells,"):
         assert said in shown, said
@@ -128,7 +128,7 @@ def test_on_a_terminal_the_table_is_live(cells):
 def test_a_dry_run_shows_all_and_runs_nothing(words, capsys, tmp_path):
     three = words | {"policies": "h2o,tova,streaming_llm", "budgets": "2,32"}
     with pytest.raises(UserError, match="1 of 7 cells cannot be; --skip-impossible leaves them out"):
-        sweep_and_show(None, three, How(dry_run=True), False)
+        sweep_and_show(None, three, SweepOptions(dry_run=True), False)
     out = capsys.readouterr().out
     for said in (
         "impossible: streaming_llm at 2 on toy: streaming_llm needs",
@@ -137,7 +137,7 @@ def test_a_dry_run_shows_all_and_runs_nothing(words, capsys, tmp_path):
     ):
         assert said in out, said
     assert not (tmp_path / "runs").exists()
-    how = How(dry_run=True, skip_impossible=True)
+    how = SweepOptions(dry_run=True, skip_impossible=True)
     assert sweep_and_show(None, words | {"policies": "streaming_llm", "budgets": "2,32"}, how, True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in rows] == ["waiting", "waiting", "impossible"]
@@ -145,7 +145,7 @@ def test_a_dry_run_shows_all_and_runs_nothing(words, capsys, tmp_path):
 
 
 def test_a_sweep_says_what_it_runs_with_its_defaults(words, capsys):
-    assert sweep_and_show(None, words | {"policies": "h2o"}, How(dry_run=True, shards=2), False) == 0
+    assert sweep_and_show(None, words | {"policies": "h2o"}, SweepOptions(dry_run=True, shards=2), False) == 0
     out = capsys.readouterr().out
     for line in (
         "sweep:",
@@ -158,21 +158,21 @@ def test_a_sweep_says_what_it_runs_with_its_defaults(words, capsys):
     ):
         assert line in out.splitlines(), line
     assert out.splitlines()[-1].startswith("next: evictbench")
-    assert sweep_and_show(None, words | {"policies": "h2o"}, How(dry_run=True, quiet=True), False) == 0
+    assert sweep_and_show(None, words | {"policies": "h2o"}, SweepOptions(dry_run=True, quiet=True), False) == 0
     assert "sweep:" not in capsys.readouterr().out
 
 
 def test_a_sweep_that_ends_shows_scores_and_one_with_failures_says_so(words, failing, capsys, monkeypatch):
-    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(), list(settings)))
-    assert sweep_and_show(None, words, How(), False) == 0
+    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (InProcess(), list(settings)))
+    assert sweep_and_show(None, words, SweepOptions(), False) == 0
     out = capsys.readouterr().out
     assert "written to" in out
     assert sum(line.lstrip().startswith("toy ") for line in out.splitlines()) == 5
-    assert sweep_and_show(None, words, How(), True) == 0
+    assert sweep_and_show(None, words, SweepOptions(), True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in rows] == ["done"] * 5
     assert rows[0]["summary"]["mean"]["samples"] == 4
-    how = How(debug=True)
+    how = SweepOptions(debug=True)
     assert sweep_and_show(None, words | {"policies": f"{failing}:Bursts", "budgets": "16"}, how, False) == 1
     captured = capsys.readouterr()
     assert "failed: bursts at 16 on toy: RuntimeError: the score is gone (" in captured.err
@@ -182,24 +182,24 @@ def test_a_sweep_that_ends_shows_scores_and_one_with_failures_says_so(words, fai
     def stop(job):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (Here(stop), list(settings)))
-    assert sweep_and_show(None, words | {"limit": 3}, How(), False) == 130
+    monkeypatch.setattr(sweep_command, "_executor", lambda settings, how: (InProcess(stop), list(settings)))
+    assert sweep_and_show(None, words | {"limit": 3}, SweepOptions(), False) == 130
     assert "Stopped; 20 finished samples are kept. To go on: evictbench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("more", "how", "sentence"),
     [
-        ({}, How(executor="slurm"), "Unknown executor 'slurm'"),
-        ({}, How(shards=0), "--shards is 0"),
-        ({}, How(gpus_per_cell=-1), "--gpus-per-cell is -1"),
-        ({}, How(gpus_per_cell=0.5), "a worker has one GPU or several, whole"),
-        ({}, How(gpus_per_cell=2), "--gpus-per-cell 2 needs GPUs, and the device is cpu"),
-        ({}, How(executor="ray"), "leave out --device"),
-        ({"device": "cpu,mps"}, How(), "needs an Apple GPU|each has to be a GPU"),
-        ({"model": "nowhere/at/all"}, How(), "There is no folder nowhere/at/all"),
-        ({"budgets": "-4"}, How(), "is negative"),
-        ({"limit": 0}, How(), "--limit is 0"),
+        ({}, SweepOptions(executor="slurm"), "Unknown executor 'slurm'"),
+        ({}, SweepOptions(shards=0), "--shards is 0"),
+        ({}, SweepOptions(gpus_per_cell=-1), "--gpus-per-cell is -1"),
+        ({}, SweepOptions(gpus_per_cell=0.5), "a worker has one GPU or several, whole"),
+        ({}, SweepOptions(gpus_per_cell=2), "--gpus-per-cell 2 needs GPUs, and the device is cpu"),
+        ({}, SweepOptions(executor="ray"), "leave out --device"),
+        ({"device": "cpu,mps"}, SweepOptions(), "needs an Apple GPU|each has to be a GPU"),
+        ({"model": "nowhere/at/all"}, SweepOptions(), "There is no folder nowhere/at/all"),
+        ({"budgets": "-4"}, SweepOptions(), "is negative"),
+        ({"limit": 0}, SweepOptions(), "--limit is 0"),
     ],
 )
 def test_bad_input_is_a_sentence(words, more, how, sentence):
@@ -211,7 +211,7 @@ def test_without_ray_a_sentence_says_how_to_get_it(words, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ray" else found(name, *more))
     with pytest.raises(UserError, match=r"needs Ray, which is not installed: pip install 'evictbench\[ray\]'"):
-        sweep_and_show(None, words | {"device": "auto"}, How(executor="ray"), False)
+        sweep_and_show(None, words | {"device": "auto"}, SweepOptions(executor="ray"), False)
 
 
 def test_gpus_are_dealt_to_workers(monkeypatch):
@@ -220,14 +220,14 @@ def test_gpus_are_dealt_to_workers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("auto")]
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in worker_devices("auto")]
     assert shown == [str(index) for index in range(8)]
-    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("auto", 3)]
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in worker_devices("auto", 3)]
     assert shown == ["0,1,2", "3,4,5"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h")
-    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in places("cuda:0,cuda:2")]
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in worker_devices("cuda:0,cuda:2")]
     assert shown == ["GPU-a", "GPU-c"]
-    assert [place.device for place in places("balanced", 4)] == ["balanced"]
+    assert [place.device for place in worker_devices("balanced", 4)] == ["balanced"]
     for device, gpus, sentence in (
         ("cuda:0,cuda:0", 1, "names a GPU twice"),
         ("cuda:1,cuda:2", 3, "more than there are"),
@@ -235,4 +235,4 @@ def test_gpus_are_dealt_to_workers(monkeypatch):
         ("cuda:9", 1, "There is no cuda:9"),
     ):
         with pytest.raises(UserError, match=sentence):
-            places(device, gpus)
+            worker_devices(device, gpus)

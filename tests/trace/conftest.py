@@ -37,15 +37,15 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Runs a command here: exit code, stdout, stderr."""
+    """Run a command in this process; its exit code, stdout and stderr."""
 
-    def call(*words: Any) -> tuple[Any, str, str]:
-        told = list(map(str, words))
+    def call(*arguments: Any) -> tuple[Any, str, str]:
+        given = list(map(str, arguments))
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["evictbench", *told])
+        monkeypatch.setattr(sys, "argv", ["evictbench", *given])
         with pytest.raises(SystemExit) as ended:
-            app.main(told)
+            app.main(given)
         return ended.value.code, *capsys.readouterr()
 
     return call

@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.models import random_models
-from evictbench.models.machine import Memory
+from evictbench.models.machine import MemoryUsage
 from evictbench.plot import trace
 from evictbench.store.trace_files import RETENTION_FILE, STEPS, STEPS_FILE, TRACE, read_retention, read_trace
-from evictbench.trace.cell import Measuring
+from evictbench.trace.cell import CellRunner
 
 BUDGET = 48
 COMMON = ("--model", "shape:tiny", "--chunk", 64, "--new-tokens", 24, "--out", "t")
@@ -27,7 +27,7 @@ def cells(about: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [(cell["policy"], cell["budget"], cell["context"], cell["rows"]) for cell in about["cells"]]
 
 
-def of(steps: pd.DataFrame, policy: str, phase: str) -> pd.DataFrame:
+def rows_of(steps: pd.DataFrame, policy: str, phase: str) -> pd.DataFrame:
     return steps[(steps["policy"] == policy) & (steps["phase"] == phase)]
 
 
@@ -42,11 +42,11 @@ def test_the_full_cache_grows_and_the_others_stay_as_they_are(main: Any, tmp_pat
     assert list(steps) == [column.name for column in STEPS]
     assert set(steps["status"]) == {"ok"}
     for policy in ("full", "h2o", "streaming_llm"):
-        prompt, decode = of(steps, policy, "prefill"), of(steps, policy, "decode")
+        prompt, decode = rows_of(steps, policy, "prefill"), rows_of(steps, policy, "decode")
         assert prompt["position"].tolist() == [64, 128, 192, 200]
         assert decode["position"].tolist() == list(range(201, 281))
         assert prompt["step"].tolist() == [0, 1, 2, 3]
-    full, h2o = of(steps, "full", "decode"), of(steps, "h2o", "decode")
+    full, h2o = rows_of(steps, "full", "decode"), rows_of(steps, "h2o", "decode")
     assert full["entries_max"].tolist() == full["position"].tolist()
     assert full["cache_bytes"].is_monotonic_increasing
     assert full["cache_bytes"].nunique() > 1
@@ -67,18 +67,18 @@ def test_parts_make_up_the_step_and_steps_the_phase(main: Any, tmp_path: Path) -
     """Another process may take the processor between two steps, so that the best of some traces counts."""
     best: dict[tuple[str, str], float] = {}
     for attempt in range(4):
-        words = ("--policies", "snapkv", "--budget", "96", "--contexts", 512, "--batch-size", 4)
-        code, _, err = main("trace", *words, *COMMON, "--out", f"t{attempt}")
+        arguments = ("--policies", "snapkv", "--budget", "96", "--contexts", 512, "--batch-size", 4)
+        code, _, err = main("trace", *arguments, *COMMON, "--out", f"t{attempt}")
         assert code == 0, err
         about, steps = read_trace(tmp_path / f"t{attempt}")
         parts = steps[["attention_ms", "signals_ms", "policy_ms", "rest_ms"]]
         np.testing.assert_allclose(parts.sum(axis=1), steps["ms"])
         assert (parts[["attention_ms", "policy_ms", "rest_ms"]] > 0).all(axis=None)
-        assert (of(steps, "snapkv", "prefill")["signals_ms"] > 0).all()
-        assert (of(steps, "full", "decode")["signals_ms"] == 0).all()
+        assert (rows_of(steps, "snapkv", "prefill")["signals_ms"] > 0).all()
+        assert (rows_of(steps, "full", "decode")["signals_ms"] == 0).all()
         for cell in about["cells"]:
             for phase in ("prefill", "decode"):
-                share = of(steps, cell["policy"], phase)["ms"].sum() / 1000 / cell[f"{phase}_seconds"]
+                share = rows_of(steps, cell["policy"], phase)["ms"].sum() / 1000 / cell[f"{phase}_seconds"]
                 assert share <= 1
                 best[cell["policy"], phase] = max(share, best.get((cell["policy"], phase), 0))
             assert cell["wall_seconds"] > cell["prefill_seconds"] + cell["decode_seconds"]
@@ -89,14 +89,14 @@ def test_parts_make_up_the_step_and_steps_the_phase(main: Any, tmp_path: Path) -
 
 def failing(monkeypatch: pytest.MonkeyPatch, when: Any, error: BaseException) -> None:
     """Make a forward pass fail where `when` says so of the cache."""
-    plain = Feeder.feed
+    plain = ModelRunner.forward
 
-    def feed(self: Feeder, cache: Any, *arguments: Any, **named: Any) -> Any:
+    def forward(self: ModelRunner, cache: Any, *arguments: Any, **named: Any) -> Any:
         if when(cache):
             raise error
         return plain(self, cache, *arguments, **named)
 
-    monkeypatch.setattr(Feeder, "feed", feed)
+    monkeypatch.setattr(ModelRunner, "forward", forward)
 
 
 def test_memory_that_runs_out_is_a_result(main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_memory_that_runs_out_is_a_result(main: Any, monkeypatch: pytest.MonkeyP
 def test_a_cache_larger_than_the_processor_s_memory_is_not_begun(
     main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Memory, "available", lambda self: 3 * 200 * 2 * 2 * 2 * 16 * 4)
-    words = ("--policies", "tova", "--budget", BUDGET, "--contexts", 200, "--batch-size", "1,4")
-    code, _, err = main("trace", *words, *COMMON)
+    monkeypatch.setattr(MemoryUsage, "available", lambda self: 3 * 200 * 2 * 2 * 2 * 16 * 4)
+    arguments = ("--policies", "tova", "--budget", BUDGET, "--contexts", 200, "--batch-size", "1,4")
+    code, _, err = main("trace", *arguments, *COMMON)
     assert code == 0, err
     about, steps = read_trace(tmp_path / "t")
     assert [cell["status"] for cell in about["cells"]] == ["ok", "ok", "out of memory", "ok"]
@@ -139,10 +139,14 @@ def test_a_cache_larger_than_the_processor_s_memory_is_not_begun(
 def test_finished_cells_stay_and_the_same_command_goes_on(
     main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = ("--policies", "h2o,tova", "--budget", BUDGET, "--contexts", "100,200", "--retention", 32)
+    arguments = ("--policies", "h2o,tova", "--budget", BUDGET, "--contexts", "100,200", "--retention", 32)
     with monkeypatch.context() as patched:
-        failing(patched, lambda cache: cache.policy.name == "h2o" and cache.prompts == [200], KeyboardInterrupt())
-        code, _, err = main("trace", *words, *COMMON)
+        failing(
+            patched,
+            lambda cache: cache.policy.name == "h2o" and [row.prompt for row in cache.rows] == [200],
+            KeyboardInterrupt(),
+        )
+        code, _, err = main("trace", *arguments, *COMMON)
     assert code == 130
     assert "To go on: evictbench trace" in err
     about, before = read_trace(tmp_path / "t")
@@ -155,7 +159,7 @@ def test_finished_cells_stay_and_the_same_command_goes_on(
         type(table).from_pandas(torn, schema=table.schema, preserve_index=False), tmp_path / "t" / STEPS_FILE
     )
     (tmp_path / "t" / f".{STEPS_FILE}-unfinished-abc").write_bytes(b"PAR1")
-    code, _, err = main("trace", *words, *COMMON)
+    code, _, err = main("trace", *arguments, *COMMON)
     assert code == 0, err
     assert err.count("first token after") == 2
     about, after = read_trace(tmp_path / "t")
@@ -165,18 +169,27 @@ def test_finished_cells_stay_and_the_same_command_goes_on(
     assert not list((tmp_path / "t").glob("*unfinished*"))
     with monkeypatch.context() as patched:
         patched.setattr(random_models, "build", lambda *_: pytest.fail("nothing is left to load a model for"))
-        assert main("trace", *words, *COMMON)[0] == 0
-    code, _, err = main("trace", *words, *COMMON, "--contexts", "100,150")
+        assert main("trace", *arguments, *COMMON)[0] == 0
+    code, _, err = main("trace", *arguments, *COMMON, "--contexts", "100,150")
     assert code == 0, err
     assert len(json.loads((tmp_path / "t" / TRACE).read_text())["cells"]) == 9
-    code, _, err = main("trace", *words, *COMMON, "--chunk", 32)
+    code, _, err = main("trace", *arguments, *COMMON, "--chunk", 32)
     assert code == 2
     assert "was made with chunk 64, and this one has 32: name another folder with --out." in err
 
 
 def test_retention_is_what_was_held(main: Any, tmp_path: Path) -> None:
-    words = ("--policies", "streaming_llm,indexmem_pp", "--budget", BUDGET, "--contexts", "100,200", "--retention", 50)
-    code, out, err = main("trace", *words, "--batch-size", "1,2", *COMMON, "--prefill", "bounded")
+    arguments = (
+        "--policies",
+        "streaming_llm,indexmem_pp",
+        "--budget",
+        BUDGET,
+        "--contexts",
+        "100,200",
+        "--retention",
+        50,
+    )
+    code, out, err = main("trace", *arguments, "--batch-size", "1,2", *COMMON, "--prefill", "bounded")
     assert code == 0, err
     assert "random weights, whose choices mean nothing: indexmem_pp" in out
     about, _ = read_trace(tmp_path / "t")
@@ -207,16 +220,16 @@ def test_a_text_is_read_and_gone_on_with(main: Any, monkeypatch: pytest.MonkeyPa
     """On the bundled model, with bundled weights; the tokens fed are those of the text."""
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and then it rests. " * 20)
     fed: list[list[list[int]]] = []
-    plain = Feeder.feed
-    monkeypatch.setattr(Measuring, "warm", lambda *_: None)
+    plain = ModelRunner.forward
+    monkeypatch.setattr(CellRunner, "warm_up", lambda *_: None)
 
-    def feed(self: Feeder, cache: Any, tokens: list[list[int]], starts: Any) -> Any:
+    def forward(self: ModelRunner, cache: Any, tokens: list[list[int]], starts: Any) -> Any:
         fed.append(tokens)
         return plain(self, cache, tokens, starts)
 
-    monkeypatch.setattr(Feeder, "feed", feed)
-    words = ("--policies", "streaming_llm,dms", "--budget", "60%", "--contexts", 160, "--new-tokens", 4)
-    code, _, err = main("trace", *words, "--text", "text.txt", "--dtype", "float32", "--chunk", 100, "--out", "t")
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    arguments = ("--policies", "streaming_llm,dms", "--budget", "60%", "--contexts", 160, "--new-tokens", 4)
+    code, _, err = main("trace", *arguments, "--text", "text.txt", "--dtype", "float32", "--chunk", 100, "--out", "t")
     assert code == 0, err
     from evictbench.models import load
 
@@ -225,6 +238,6 @@ def test_a_text_is_read_and_gone_on_with(main: Any, monkeypatch: pytest.MonkeyPa
     assert [rows[0] for rows in fed] == one * 3
     about, steps = read_trace(tmp_path / "t")
     assert about["policies"]["dms"]["weights"].startswith("bundled smollm2, sha256 ")
-    dms, full = of(steps, "dms", "decode"), of(steps, "full", "decode")
+    dms, full = rows_of(steps, "dms", "decode"), rows_of(steps, "full", "decode")
     assert (dms["entries_mean"] < full["entries_mean"].to_numpy()).all()
     assert (dms["entries_max"] >= dms["entries_mean"]).all()

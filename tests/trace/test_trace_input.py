@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evictbench.models import machine, random_models
-from evictbench.trace.cell import read_weights
-from evictbench.trace.settings import Settings, check
+from evictbench.trace.cell import read_weight_bytes
+from evictbench.trace.settings import TraceSettings, check
 
-TINY = ("--model", "shape:tiny")
+TINY_MODEL = ("--model", "shape:tiny")
 
 BAD = [
     (("--policies", "h2o", "--budget", "64"), "--contexts"),
@@ -45,15 +45,15 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "sentence"), BAD, ids=[" ".join(words[-2:]) for words, _ in BAD])
+@pytest.mark.parametrize(("arguments", "sentence"), BAD, ids=[" ".join(arguments[-2:]) for arguments, _ in BAD])
 def test_bad_input_is_a_sentence(
-    main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: Any, sentence: str
+    main: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(random_models, "build", lambda *_: pytest.fail("a model was made"))
     for folder, file in (("mine", "notes.txt"), ("broken", "trace.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / file).write_text('{"cells": ')
-    code, out, err = main("trace", *(() if "--model" in words else TINY), *words)
+    code, out, err = main("trace", *(() if "--model" in arguments else TINY_MODEL), *arguments)
     assert code == 2
     assert out == ""
     assert err.startswith("error: ")
@@ -64,8 +64,8 @@ def test_bad_input_is_a_sentence(
 
 def test_a_text_that_is_too_short_says_by_how_much(main: Any, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Too short.")
-    words = ("--policies", "h2o", "--contexts", "64", "--budget", "9", "--text", "short.txt")
-    code, _, err = main("trace", *words)
+    arguments = ("--policies", "h2o", "--contexts", "64", "--budget", "9", "--text", "short.txt")
+    code, _, err = main("trace", *arguments)
     assert code == 2
     assert "short.txt has 3 tokens, and the longest context with the new ones takes 192" in err
 
@@ -82,7 +82,7 @@ def test_names_and_numbers_are_refused_with_nothing_heavy_imported(tmp_path: Pat
 
 
 def test_the_cells_stand_side_by_side_with_the_full_cache_first() -> None:
-    checked = check(Settings("h2o:group=max,tova,h2o:group=max", "9,3", "64,25%", batch_size="2,1"))
+    checked = check(TraceSettings("h2o:group=max,tova,h2o:group=max", "9,3", "64,25%", batch_size="2,1"))
     assert list(checked.chosen) == ["full", "h2o:group=max", "tova"]
     first = [(cell.policy, cell.budget) for cell in checked.cells[:5]]
     assert first == [
@@ -90,8 +90,8 @@ def test_the_cells_stand_side_by_side_with_the_full_cache_first() -> None:
         *((label, budget) for label in ("h2o:group=max", "tova") for budget in ("64", "25%")),
     ]
     assert [(cell.context, cell.rows) for cell in checked.cells[::5]] == [(3, 1), (3, 2), (9, 1), (9, 2)]
-    assert Settings("h2o", "9").folder != Settings("h2o", "10").folder
-    assert Settings("h2o", "9", model="shape:qwen3-8b").folder.name.startswith("shape-qwen3-8b-")
+    assert TraceSettings("h2o", "9").folder != TraceSettings("h2o", "10").folder
+    assert TraceSettings("h2o", "9", model="shape:qwen3-8b").folder.name.startswith("shape-qwen3-8b-")
 
 
 @pytest.mark.parametrize("name", list(random_models.SHAPES))
@@ -108,7 +108,7 @@ def test_a_shape_has_as_many_parameters_as_its_model(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     tied = shape.sizes["tie_word_embeddings"]
     embedding = 0 if tied else shape.sizes["vocab_size"] * shape.sizes["hidden_size"]
-    assert read_weights(model) == 2 * (shape.parameters - embedding)
+    assert read_weight_bytes(model) == 2 * (shape.parameters - embedding)
 
 
 def test_the_bundled_model_has_its_shape() -> None:
@@ -125,8 +125,19 @@ def test_weights_larger_than_the_memory_are_refused(main: Any, monkeypatch: pyte
     import psutil
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 2**33, "total": 2**33}))
-    words = ("--policies", "h2o", "--contexts", "64", "--budget", "9", "--device", "cpu", "--model", "shape:qwen3-8b")
-    code, _, err = main("trace", *words)
+    arguments = (
+        "--policies",
+        "h2o",
+        "--contexts",
+        "64",
+        "--budget",
+        "9",
+        "--device",
+        "cpu",
+        "--model",
+        "shape:qwen3-8b",
+    )
+    code, _, err = main("trace", *arguments)
     assert code == 2
     assert "The weights of shape:qwen3-8b take 15.3 GiB in bfloat16, and cpu has 8.0 GiB" in err
 

@@ -1,17 +1,17 @@
 """A tiny model, texts, and trainings by the command line."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from fakes import SITE, environment, installed
-from toy import TOY
+from fake_plugin_fixtures import SITE, environment, installed
+from toy_policies import TOY
+from trainings import TrainingWatcher, write_texts
 
 from evictbench.train.run import train
-from evictbench.train.settings import Settings
+from evictbench.train.settings import TrainSettings
 
 __all__ = ["environment", "installed"]
 
@@ -33,38 +33,16 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    records = [{"text": " ".join(f"word{(i * 7 + j) % 13}." for j in range(20 + i))} for i in range(24)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
-
-
-class Silent:
-    """Watches and keeps what it hears."""
-
-    def __init__(self):
-        self.phases, self.lines, self.collections = [], [], []
-
-    def phase(self, text):
-        self.phases.append(text)
-
-    def planned(self, plan):
-        self.plan = plan
-
-    def collected(self, done, total):
-        self.collections.append((done, total))
-
-    def step(self, line, steps):
-        self.lines.append(line)
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl")
 
 
 @pytest.fixture
 def trained(tiny, texts, tmp_path):
-    """Trains here; gives the folder's outcome and what the watcher heard."""
+    """Train in this process; the outcome, and the watcher."""
 
     def call(**given):
-        watch = Silent()
-        settings = Settings(
+        watch = TrainingWatcher()
+        settings = TrainSettings(
             **{
                 "policy": TOY,
                 "data": (str(texts),),
@@ -86,7 +64,7 @@ def trained(tiny, texts, tmp_path):
 
 @pytest.fixture
 def command(tiny, texts):
-    """The words of a training on the command line."""
+    """The command line of a training."""
 
     def words(out, *more):
         return [
@@ -100,7 +78,7 @@ def command(tiny, texts):
 
 @pytest.fixture
 def start(environment, tmp_path):
-    """Starts a subprocess."""
+    """Start a subprocess."""
 
     def call(words):
         path = os.pathsep.join([environment["PYTHONPATH"], str(SITE), str(HERE)])

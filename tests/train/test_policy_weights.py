@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from fake_plugins import make_model
-from toy import GATE, TOY, Toy, ToyGate
+from toy_policies import GATE, TOY, Toy, ToyGate
 
 from evictbench.errors import UserError
 from evictbench.evaluation import plan
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.models import load, policy_weights
 from evictbench.policy import ModelShape
 from evictbench.registry import parse_policy
@@ -31,15 +31,15 @@ def folder(tmp_path):
 
 def find(where, policy="toy", shape=SHAPE, sha256="sha256:abc", settings=""):
     chosen = parse_policy((GATE if policy == "toy_gate" else TOY) + settings)
-    return policy_weights.find(chosen.policy(chosen.config), str(where), "tiny", sha256, shape)
+    return policy_weights.find(chosen.policy(chosen.config), str(where), "tiny", lambda: sha256, shape)
 
 
 def test_what_is_saved_is_found_again(folder):
-    found = find(folder)
-    assert torch.equal(found.tensors["weight"], torch.ones(2, 2, 16))
-    assert (found.card["policy"], found.card["variant"]) == ("toy", "mean")
-    assert found.transferred_from is None
-    assert found.identity == {"sha256": found.sha256, "variant": "mean"}
+    weights = find(folder)
+    assert torch.equal(weights.tensors["weight"], torch.ones(2, 2, 16))
+    assert (weights.card["policy"], weights.card["variant"]) == ("toy", "mean")
+    assert weights.transferred_from is None
+    assert weights.identity == {"sha256": weights.sha256, "variant": "mean"}
 
 
 def test_the_hash_stands_for_tensors_and_card(folder):
@@ -70,10 +70,10 @@ def test_others_are_refused(folder, how, sentence):
 
 
 def test_a_model_of_the_same_shape_takes_them_and_says_so(folder):
-    found = find(folder, sha256="sha256:other")
-    assert found.transferred_from == "tiny"
-    assert found.identity["transferred_from"] == "tiny"
-    assert str(found).endswith("transferred from tiny")
+    weights = find(folder, sha256="sha256:other")
+    assert weights.transferred_from == "tiny"
+    assert weights.identity["transferred_from"] == "tiny"
+    assert str(weights).endswith("transferred from tiny")
 
 
 def test_the_fine_tuned_model_is_their_own(folder):
@@ -83,8 +83,8 @@ def test_the_fine_tuned_model_is_their_own(folder):
 
 def test_transferable_ones_load_on_any_shape(folder):
     policy_weights.save(folder, "toy_gate", "mean", {"bias": torch.zeros(1)}, card(transferable=True))
-    found = find(folder, policy="toy_gate", shape=ModelShape(9, 9, 3, 3), sha256="sha256:other")
-    assert found.transferred_from == "tiny"
+    weights = find(folder, policy="toy_gate", shape=ModelShape(9, 9, 3, 3), sha256="sha256:other")
+    assert weights.transferred_from == "tiny"
 
 
 def breakage(folder, kind):
@@ -142,7 +142,9 @@ def packaged(tmp_path, monkeypatch):
     """Toy and ToyGate as classes of a package with weights of its own."""
     package = tmp_path / "packaged_toy"
     package.mkdir()
-    (package / "__init__.py").write_text("import toy\nclass Toy(toy.Toy): pass\nclass ToyGate(toy.ToyGate): pass\n")
+    (package / "__init__.py").write_text(
+        "import toy_policies as toy\nclass Toy(toy.Toy): pass\nclass ToyGate(toy.ToyGate): pass\n"
+    )
     policy_weights.save(package / "weights" / "tiny-mean", "toy", "mean", {"weight": torch.ones(2, 2, 16)}, card())
     policy_weights.save(
         package / "weights" / "tiny-max", "toy_gate", "max", {"bias": torch.zeros(1)}, card(transferable=True)
@@ -155,28 +157,30 @@ def packaged(tmp_path, monkeypatch):
 
 
 def test_those_that_come_with_a_policy_are_found(packaged):
-    found = policy_weights.find(packaged.Toy(), None, "tiny", "sha256:abc", SHAPE)
-    assert (found.origin, found.transferred_from) == ("bundled tiny-mean", None)
+    weights = policy_weights.find(packaged.Toy(), None, "tiny", lambda: "sha256:abc", SHAPE)
+    assert (weights.origin, weights.transferred_from) == ("bundled tiny-mean", None)
 
 
 def test_without_any_the_way_to_some_is_named(packaged):
     others = ((packaged.Toy(), "big/model"), (packaged.Toy(Toy.Config("max")), "tiny"), (ToyGate(), "tiny"))
     for policy, model in others:
         with pytest.raises(UserError, match=r"evictbench train --policy toy.* --weights") as raised:
-            policy_weights.find(policy, None, model, "sha256:x", SHAPE)
+            policy_weights.find(policy, None, model, lambda: "sha256:x", SHAPE)
         assert model in str(raised.value)
 
 
 def test_transferable_ones_that_come_with_a_policy_serve_any_model(packaged):
-    found = policy_weights.find(packaged.ToyGate(Toy.Config("max")), None, "other", "sha256:x", ModelShape(5, 5, 5, 5))
-    assert found.transferred_from == "tiny"
+    weights = policy_weights.find(
+        packaged.ToyGate(Toy.Config("max")), None, "other", lambda: "sha256:x", ModelShape(5, 5, 5, 5)
+    )
+    assert weights.transferred_from == "tiny"
 
 
 @pytest.fixture
 def planned(tmp_path):
     def call(model, **given):
         return plan.make_plan(
-            Settings(
+            RunSettings(
                 **{"policy": TOY, "suite": "toy", "budget": "16", "model": str(model), "out": tmp_path / "runs"} | given
             )
         )
@@ -188,7 +192,7 @@ def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tin
     outcome, _ = trained()
     made = planned(tiny, weights=str(outcome.folder))
     assert torch.equal(made.policy.weight, policy_weights.load(str(outcome.folder)).tensors["weight"])
-    assert made.identity["policy"]["weights"] == {
+    assert made.fingerprint["policy"]["weights"] == {
         "sha256": policy_weights.load(str(outcome.folder)).sha256,
         "variant": "mean",
     }
@@ -197,7 +201,7 @@ def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tin
     with pytest.raises(UserError, match=r"no weights for tiny \(variant mean\) come with evictbench"):
         planned(tiny)
     twin = make_model(tmp_path / "twin", initializer_range=0.1)
-    assert planned(twin, weights=str(outcome.folder)).identity["policy"]["weights"]["transferred_from"] == "tiny"
+    assert planned(twin, weights=str(outcome.folder)).fingerprint["policy"]["weights"]["transferred_from"] == "tiny"
     deeper = make_model(tmp_path / "deeper", num_hidden_layers=3)
     with pytest.raises(UserError, match="2 layers, where deeper has 3"):
         planned(deeper, weights=str(outcome.folder))
@@ -208,8 +212,8 @@ def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tin
 def test_the_fine_tuned_model_runs_with_its_weights(trained, planned):
     outcome, _ = trained(finetune=True)
     made = planned(outcome.folder / "model", weights=str(outcome.folder))
-    assert "transferred_from" not in made.identity["policy"]["weights"]
-    assert made.identity["weights"] == load.weights_hash(load.resolve(str(outcome.folder / "model")))
+    assert "transferred_from" not in made.fingerprint["policy"]["weights"]
+    assert made.fingerprint["weights"] == load.weights_hash(load.resolve(str(outcome.folder / "model")))
 
 
 def test_the_card_in_words_says_what_its_data_says(trained):

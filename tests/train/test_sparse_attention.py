@@ -6,38 +6,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evictbench.cache import attention
-from evictbench.cache.slots.cache import EvictionCache
-from evictbench.policy import ModelShape, NoSettings
-from evictbench.policy.deadlines import NEVER
+from evictbench.cache.new_cache import new_cache
+from evictbench.policy import NEVER, ModelShape, NoSettings
 from evictbench.policy.learner import Batch, Training, Visible
 from evictbench.registry import parse_policy
 from evictbench.train import sparse_attention
-from evictbench.train.sparse_attention import Following, attend_visible
+from evictbench.train.sparse_attention import StudentAttention, attend_visible
 from twin.tiny import random_tokens, tiny_model
 
 SCALING = 0.3
 
 
-def drawn(seed, rows=2, kv_heads=2, group=2, length=21, width=8):
+def random_inputs(seed, rows=2, kv_heads=2, group=2, length=21, width=8):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(heads):
         return torch.randn(rows, heads, length, width, generator=generator, dtype=torch.float64)
 
-    deadlines = torch.arange(length) + torch.randint(0, length, (rows, kv_heads, length), generator=generator)
+    expiry = torch.arange(length) + torch.randint(0, length, (rows, kv_heads, length), generator=generator)
     penalty = -torch.rand(rows, kv_heads, length, generator=generator, dtype=torch.float64) * 3
-    return normal(kv_heads * group), normal(kv_heads), normal(kv_heads), deadlines, penalty
+    return normal(kv_heads * group), normal(kv_heads), normal(kv_heads), expiry, penalty
 
 
-def by_definition(query, key, value, deadlines, penalty=None, window=0):
+def reference_attention(query, key, value, expiry, penalty=None, window=0):
     """Row by row, head by head, query by query."""
     output = torch.zeros_like(query)
     for row in range(query.shape[0]):
         for head in range(query.shape[1]):
             kept = head // (query.shape[1] // key.shape[1])
-            own = min(kept, deadlines.shape[1] - 1)
+            own = min(kept, expiry.shape[1] - 1)
             for q in range(query.shape[2]):
-                seen = [t for t in range(q + 1) if t == q or q < deadlines[row, own, t]]
+                seen = [t for t in range(q + 1) if t == q or q < expiry[row, own, t]]
                 logits = torch.stack([query[row, head, q] @ key[row, kept, t] for t in seen]) * SCALING
                 if penalty is not None:
                     late = [float(q - t > window) * penalty[row, own, t] for t in seen]
@@ -49,32 +48,32 @@ def by_definition(query, key, value, deadlines, penalty=None, window=0):
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 10**6), tile=st.sampled_from([1, 5, 256]), soft=st.booleans(), shared=st.booleans())
 def test_tiles_equal_the_definition(seed, tile, soft, shared):
-    query, key, value, deadlines, penalty = drawn(seed)
+    query, key, value, expiry, penalty = random_inputs(seed)
     if shared:
-        deadlines, penalty = deadlines[:, :1], penalty[:, :1]
+        expiry, penalty = expiry[:, :1], penalty[:, :1]
     penalty = penalty if soft else None
     before, sparse_attention.TILE = sparse_attention.TILE, tile
     try:
-        found = attend_visible(query, key, value, Visible(deadlines, penalty, window=3), SCALING)
+        output = attend_visible(query, key, value, Visible(expiry, penalty, window=3), SCALING)
     finally:
         sparse_attention.TILE = before
-    assert torch.allclose(found, by_definition(query, key, value, deadlines, penalty, window=3), atol=1e-12)
+    assert torch.allclose(output, reference_attention(query, key, value, expiry, penalty, window=3), atol=1e-12)
 
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_one_kernel_equals_the_tiles(soft):
     """FlexAttention unfused, as the CPU runs it; the kernel itself needs a GPU."""
-    query, key, value, deadlines, penalty = (tensor[:1] for tensor in drawn(3, length=128, width=16))
-    visible = Visible(deadlines, penalty if soft else None, window=3)
+    query, key, value, expiry, penalty = (tensor[:1] for tensor in random_inputs(3, length=128, width=16))
+    visible = Visible(expiry, penalty if soft else None, window=3)
     tiles = sparse_attention._tiled(query, key, value, visible, SCALING)
     assert torch.allclose(sparse_attention._flex(query, key, value, visible, SCALING), tiles, atol=1e-6)
 
 
 def test_gradients_reach_queries_keys_values_and_penalties():
-    query, key, value, deadlines, penalty = drawn(5, length=9)
+    query, key, value, expiry, penalty = random_inputs(5, length=9)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value, penalty)]
     assert torch.autograd.gradcheck(
-        lambda q, k, v, p: attend_visible(q, k, v, Visible(deadlines, p, window=2), SCALING), leaves
+        lambda q, k, v, p: attend_visible(q, k, v, Visible(expiry, p, window=2), SCALING), leaves
     )
 
 
@@ -95,8 +94,10 @@ def test_the_streaming_student_sees_what_the_policy_sees(kind, policy):
     learner.begin(model, [])
     batch = Batch(tokens, step=0, steps=1, budget=budget, window=4, generator=torch.Generator())
     with torch.no_grad():
-        sparse = model(input_ids=tokens, use_cache=False, dense_attention=Following(learner.attention(batch))).logits
-        cache = EvictionCache(model, chosen.policy(chosen.config), budget, prefill="bounded", prompt_length=40)
+        sparse = model(
+            input_ids=tokens, use_cache=False, dense_attention=StudentAttention(learner.attention(batch))
+        ).logits
+        cache = new_cache(model, chosen.policy(chosen.config), budget, prefill="bounded", prompt_length=40)
         evicted = [
             model(input_ids=tokens[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=cache).logits
             for at in range(40)
@@ -119,5 +120,5 @@ def test_nothing_hidden_is_the_dense_model():
             return None
 
     with torch.no_grad():
-        seen = model(input_ids=tokens, use_cache=False, dense_attention=Following(Everything())).logits
+        seen = model(input_ids=tokens, use_cache=False, dense_attention=StudentAttention(Everything())).logits
         assert torch.allclose(seen, model(input_ids=tokens, use_cache=False).logits, atol=1e-12)

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 from fake_plugins import make_tokenizer
 
@@ -29,9 +30,9 @@ TEXTS = [{"text": f"text number {number} has its own end."} for number in range(
 
 
 def test_packing_loses_and_repeats_nothing(blocks, tokenizer):
-    found = blocks(*TEXTS)
-    ids = [token for block in (found[i] for i in range(len(found))) for token in block[0].tolist()]
-    assert {found[i].shape for i in range(len(found))} == {(1, 16)}
+    cut = blocks(*TEXTS)
+    ids = [token for block in (cut[i] for i in range(len(cut))) for token in block[0].tolist()]
+    assert {cut[i].shape for i in range(len(cut))} == {(1, 16)}
     texts = tokenizer.decode(ids).split("</s>")
     whole = [text.removeprefix("<s>") for text in texts[:-1]]
     assert sorted(whole) == sorted(record["text"] for record in TEXTS[: len(TEXTS)] if record["text"] in whole)
@@ -40,20 +41,20 @@ def test_packing_loses_and_repeats_nothing(blocks, tokenizer):
 
 
 def test_no_more_texts_are_read_than_blocks_are_asked_for(blocks):
-    found = blocks(*TEXTS, most=2)
-    assert (len(found), found.documents < len(TEXTS)) == (2, True)
-    assert [found[i].tolist() for i in range(2)] == [blocks(*TEXTS)[i].tolist() for i in range(2)]
+    cut = blocks(*TEXTS, most=2)
+    assert (len(cut), cut.documents < len(TEXTS)) == (2, True)
+    assert [cut[i].tolist() for i in range(2)] == [blocks(*TEXTS)[i].tolist() for i in range(2)]
 
 
 def test_texts_left_alone_are_one_block_each(blocks, tokenizer):
-    found = blocks(*TEXTS[:3], {"text": "x" * 99}, length=40, pack=False)
-    cut = sorted(tokenizer.decode(found[i][0]) for i in range(len(found)))
-    assert cut == sorted(["<s>" + "x" * 39, *(f"<s>{record['text']}" for record in TEXTS[:3])])
+    cut = blocks(*TEXTS[:3], {"text": "x" * 99}, length=40, pack=False)
+    texts = sorted(tokenizer.decode(cut[i][0]) for i in range(len(cut)))
+    assert texts == sorted(["<s>" + "x" * 39, *(f"<s>{record['text']}" for record in TEXTS[:3])])
 
 
 def test_a_text_that_begins_with_bos_gets_no_second_one(blocks, tokenizer):
-    found = blocks({"text": "<s>hello there"}, pack=False, length=40)
-    assert found[0][0].tolist().count(tokenizer.bos_token_id) == 1
+    cut = blocks({"text": "<s>hello there"}, pack=False, length=40)
+    assert cut[0][0].tolist().count(tokenizer.bos_token_id) == 1
 
 
 def test_the_seed_orders_the_texts_and_the_same_one_finds_the_same_blocks(blocks, tmp_path):
@@ -66,13 +67,13 @@ def test_the_seed_orders_the_texts_and_the_same_one_finds_the_same_blocks(blocks
 
 
 def test_questions_and_conversations_become_texts(blocks, tokenizer):
-    found = blocks(
+    cut = blocks(
         {"question": " How many? ", "answer": "4 * 2 = <<4*2=8>>8"},
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
         pack=False,
         length=99,
     )
-    assert sorted(tokenizer.decode(found[i][0]) for i in range(2)) == [
+    assert sorted(tokenizer.decode(cut[i][0]) for i in range(2)) == [
         "<s><user>hi</s><bot>ho</s>",
         "<s>Question: How many?\nAnswer: 4 * 2 = 8",
     ]
@@ -84,8 +85,8 @@ def test_every_kind_of_source_is_read(tokenizer, tmp_path):
     (folder / "a.txt").write_text("plain text")
     (folder / "deep" / "b.json").write_text(json.dumps([{"text": "listed"}]))
     (folder / "notes.md").write_text("not read")
-    found = read_texts([str(folder), "own"], {"own": "toy:words"}, tokenizer, 3, 7)
-    assert [found.get(i) for i in range(found.count)] == ["plain text", "listed"] + ["word 7 word 7 word 7 "] * 4
+    texts = read_texts([str(folder), "own"], {"own": "toy_policies:words"}, tokenizer, 3, 7)
+    assert [texts.get(i) for i in range(texts.count)] == ["plain text", "listed"] + ["word 7 word 7 word 7 "] * 4
 
 
 @pytest.mark.parametrize(
@@ -116,3 +117,12 @@ def test_an_empty_folder_and_a_dataset_out_of_reach_are_refused(tokenizer, tmp_p
         read_texts([str(tmp_path)], {}, tokenizer, 16, 0)
     with pytest.raises(UserError, match="neither a file here nor to be had from the hub"):
         read_texts(["nobody/nothing"], {}, tokenizer, 16, 0)
+
+
+def test_a_hub_dataset_is_read_by_name_config_and_split(tokenizer, monkeypatch):
+    rows = datasets.Dataset.from_list([{"question": "one?", "answer": "1"}, {"question": "two?", "answer": "2"}])
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *named, **split: asked.append((named, split)) or rows)
+    texts = read_texts(["own/solved:main:test"], {}, tokenizer, 16, 0)
+    assert [texts.get(i) for i in range(texts.count)] == ["Question: one?\nAnswer: 1", "Question: two?\nAnswer: 2"]
+    assert asked == [(("own/solved", "main"), {"split": "test"})]

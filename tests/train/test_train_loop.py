@@ -7,14 +7,14 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy import GATE, TOY
+from toy_policies import GATE, TOY
 
 from evictbench.errors import RunFailed, UserError
 from evictbench.models import load
 from evictbench.policy.learner import Learner
 from evictbench.train import loop
 from evictbench.train.optimizer import learning_rate
-from evictbench.train.plan import Order
+from evictbench.train.plan import BlockOrder
 
 
 def tensors(outcome):
@@ -98,10 +98,10 @@ def test_fine_tuning_keeps_two_losses_apart(trained, trainers, monkeypatch):
 
     def look(self, step, optimisers):
         batch = self.batch([0], 0, "test", 16)
-        scorer, model = list(self.learner.parameters()), list(self.pupil.parameters())
+        scorer, model = list(self.learner.parameters()), list(self.student.parameters())
         top = self.teacher(batch.tokens)
-        following = loop.Following(self.learner.attention(batch))
-        self.pupil(batch.tokens, *top, following).backward()
+        following = loop.StudentAttention(self.learner.attention(batch))
+        self.student(batch.tokens, *top, following).backward()
         assert all(parameter.grad is None for parameter in scorer)
         assert all(parameter.grad is not None for parameter in model)
         assert following.student.asked == [0, 1]  # checkpointed layers attend twice and are asked once
@@ -237,7 +237,7 @@ def test_a_learner_that_is_not_stored_gets_model_teacher_and_its_look(trained, t
     assert outcome.record["calibration"] == {"seen": 3}
     assert outcome.record["notes"] == ["It is a toy."]
     assert outcome.record["transferable"]
-    assert trainers[0].learner.began == min(loop.LOOKED_AT, trainers[0].plan.train_blocks)
+    assert trainers[0].learner.began == min(loop.STATISTICS_BLOCKS, trainers[0].plan.train_blocks)
     assert isinstance(trainers[0].learner, Learner)
 
 
@@ -257,12 +257,12 @@ def test_the_rate_rises_and_falls():
 
 
 def test_every_block_comes_once_a_round_whatever_the_processes():
-    orders = [Order(seed=3, count=12, rows=2, passes=3, processes=2, process=process) for process in (0, 1)]
-    for time_round in range(3):
-        seen = [index for order in orders for part in order.passes_of(time_round) for index in part]
+    orders = [BlockOrder(seed=3, count=12, rows=2, passes=3, processes=2, process=process) for process in (0, 1)]
+    for epoch in range(3):
+        seen = [index for order in orders for part in order.batches(epoch) for index in part]
         assert sorted(seen) == list(range(12))
-    alone = Order(seed=3, count=5, rows=2, passes=1, processes=1, process=0)
-    places = [index for step in range(10) for part in alone.passes_of(step) for index in part]
+    alone = BlockOrder(seed=3, count=5, rows=2, passes=1, processes=1, process=0)
+    places = [index for step in range(10) for part in alone.batches(step) for index in part]
     assert [sorted(places[start : start + 5]) for start in range(0, 20, 5)] == [list(range(5))] * 4
     assert len({tuple(places[start : start + 5]) for start in range(0, 20, 5)}) > 1
-    assert alone.used(2, 1) == sorted(places[:4])
+    assert alone.blocks_seen(2, 1) == sorted(places[:4])

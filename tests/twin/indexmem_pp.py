@@ -34,7 +34,7 @@ def score_and_rate(weights: Mapping[str, Tensor], hidden: Tensor, position: int,
 
 
 def aged(scores: Sequence[float], rates: Sequence[float], q: int, j: int) -> float:
-    """What key j is worth to the query at q."""
+    """The score of key j for the query at q."""
     return scores[j] + rates[j] * (q - j) / 16384
 
 
@@ -60,21 +60,21 @@ class Pool:
     held: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
-    def turn(self, q: int, judged_at: int | None = None) -> list[int]:
+    def turn(self, q: int, ranked_at: int | None = None) -> list[int]:
         """What goes as query q comes: the token at q - window joins, and the worst goes if it is one too many.
 
-        judged_at: the query whose scores decide, where it is another.
+        ranked_at: the query whose scores decide, where it is another.
         """
         if q - self.window >= self.sinks:
             self.held.append(q - self.window)
         gone = []
         while len(self.held) > self.places:
-            order = ranked(self.scores, self.rates, q if judged_at is None else judged_at, self.held)
+            order = ranked(self.scores, self.rates, q if ranked_at is None else ranked_at, self.held)
             gone.append(order[-1])
             self.held.remove(order[-1])
             if len(order) > 1:
-                worth = [aged(self.scores, self.rates, q if judged_at is None else judged_at, j) for j in order[-2:]]
-                self.gaps.append(worth[0] - worth[1])
+                scores = [aged(self.scores, self.rates, q if ranked_at is None else ranked_at, j) for j in order[-2:]]
+                self.gaps.append(scores[0] - scores[1])
         return gone
 
     def sees(self, q: int) -> list[int]:
@@ -82,7 +82,7 @@ class Pool:
         return sorted({*(j for j in range(q + 1) if j < self.sinks or j > q - self.window), *self.held})
 
 
-def deadlines(pools: Sequence[Sequence[int]], sinks: int, window: int) -> list[float]:
+def expiry(pools: Sequence[Sequence[int]], sinks: int, window: int) -> list[float]:
     """By key: the first query that may no longer see it, from what is held in the pool at each query."""
     found: list[float] = []
     for j in range(len(pools)):

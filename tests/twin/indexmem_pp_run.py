@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from twin.indexmem_pp import Centroid, Pool, absorb, aged, competing, fill_by_mass, lloyd, means, ranked
 from twin.model import DenseModel
 
-Judge = Callable[[int, int, int, Tensor], tuple[float, float]]
+ScoreAndRate = Callable[[int, int, int, Tensor], tuple[float, float]]
 """(layer, kv_head, position, what attention receives `[hidden]`): score and rate of a token."""
 
 Starts = Callable[[int, int, int], Sequence[int]]
@@ -84,8 +84,10 @@ class Told:
 class Run:
     """One sequence: `read` its context, then what follows, in any parts; no part holds some of both."""
 
-    def __init__(self, model: PreTrainedModel, judge: Judge, rules: Rules, starts: Starts, length: int) -> None:
-        self.dense, self.judge, self.rules, self.starts = DenseModel(model), judge, rules, starts
+    def __init__(
+        self, model: PreTrainedModel, score_and_rate: ScoreAndRate, rules: Rules, starts: Starts, length: int
+    ) -> None:
+        self.dense, self.score_and_rate, self.rules, self.starts = DenseModel(model), score_and_rate, rules, starts
         dense = self.dense
         self.everyone = [(layer, head) for layer in range(dense.layers) for head in range(dense.kv_heads)]
         self.keys = {at: torch.zeros(length, dense.head_dim, dtype=torch.float64) for at in self.everyone}
@@ -142,7 +144,7 @@ class Run:
             at = layer, kv_head
             self.keys[at][here], self.values[at][here] = keys[:, kv_head], values[:, kv_head]
             for offset, position in enumerate(positions):
-                score, rate = self.judge(layer, kv_head, position, received[offset])
+                score, rate = self.score_and_rate(layer, kv_head, position, received[offset])
                 self.scores[at].append(score)
                 self.rates[at].append(rate)
 

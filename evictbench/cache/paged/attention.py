@@ -21,16 +21,16 @@ def attend_chunk(
     entries: Mapping[str, Tensor],
     scaling: float,
 ) -> Tensor:
-    """The new tokens of one row, over what its heads hold and over each other: `[heads, new, head_dim]`, like query.
+    """Attention of one row's new tokens over the entries of its heads and over each other, `[heads, new, head_dim]`.
 
-    first: the owner of the row's first KV head. entries: the new ones, `[kv_heads, new, ...]` for every buffer, at
-    consecutive positions.
+    first: the owner of the row's first KV head. query: `[heads, new, head_dim]`. entries: the new ones, `[kv_heads,
+    new, ...]` for every buffer, at consecutive positions.
     """
-    keys, values, deadlines = entries["keys"], entries["values"], entries["deadlines"]
+    keys, values, expiry = entries["keys"], entries["values"], entries["expiry"]
     positions = entries["positions"][0]
     kv_heads, new, _ = keys.shape
     query = query.unflatten(0, (kv_heads, -1))
-    if not any(pool.tables[first : first + kv_heads]) and bool(deadlines.min() > positions[-1]):
+    if not any(pool.tables[first : first + kv_heads]) and bool(expiry.min() > positions[-1]):
         output = F.scaled_dot_product_attention(
             query.flatten(0, 1)[None], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True
         )
@@ -40,7 +40,7 @@ def attend_chunk(
     for head in range(kv_heads):
         stored = len(pool.tables[first + head]) * PAGE
         held = {name: torch.cat((pool.entries(first + head, name), new[head])) for name, new in entries.items()}
-        mask = held["deadlines"] > positions[:, None]
+        mask = held["expiry"] > positions[:, None]
         mask[:, stored:] &= causal
         # One KV head for all its queries, without a copy, in a form that every kernel takes.
         shared_keys = held["keys"].expand(1, query.shape[1], -1, -1)
@@ -51,37 +51,42 @@ def attend_chunk(
     return output.flatten(0, 1)
 
 
-def attend_one(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
-    """One new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
+def attend_decode(
+    pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None
+) -> Tensor:
+    """Attention of one new token of each row, which has its slot already: `[rows, heads, 1, head_dim]`, like query.
 
-    positions: `[owners]` int32, the token's position, for the owners of these rows. Where the pool has a "bias", it is
-    added to the logits, and says also what is seen: -inf where nothing is. bias: `hiding` of these positions, where it
-    has been made already, or for all in one product `[heads, pages, 16]`; a kernel of its own needs none.
+    positions: `[owners]` int32, the token's position, once for each KV head of each row. bias: `[pages, 16]`, what
+    `expiry_bias` gives for these positions, or `[heads, pages, 16]` for one product of all heads and pages; None: it is
+    made here. If the pool has a buffer "bias", that is added to the logits instead, and hides slots by -inf. On a GPU
+    FlexAttention is used, which needs no bias.
     """
     if query.device.type == "cuda":
         return _by_flex_attention(pool, query, positions, scaling)
     return by_page(pool, query, positions, scaling, bias)
 
 
-def hiding(deadlines: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query at its page's position sees an entry, else -inf, `[pages, 16]` float32 or wider. deadlines:
-    `[pages, 16]`; positions: `[pages]`; dtype: of the queries."""
-    seen = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=deadlines.device)
-    return torch.where(deadlines <= positions[:, None], -torch.inf, seen)
+def expiry_bias(expiry: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees an entry and -inf elsewhere, `[pages, 16]`, float32 or wider.
+
+    expiry: `[pages, 16]`. positions: `[pages]`, that of the query of each page's owner. dtype: of the queries.
+    """
+    seen = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=expiry.device)
+    return torch.where(expiry <= positions[:, None], -torch.inf, seen)
 
 
 def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bias: Tensor | None = None) -> Tensor:
-    """The same on any device, in a few batched products.
+    """`attend_decode` on any device, in a few batched products.
 
-    Every page meets its owner's queries where it lies, all pages at once, and the softmax is put together per owner.
+    All pages meet their owners' queries where they lie, and the parts of the softmax are added up by owner.
     """
     owner, values = pool.owner, pool.buffers["values"]
     if bias is not None and bias.dim() == 3:
-        return _in_one(pool, query, scaling, bias)
+        return _in_one_product(pool, query, scaling, bias)
     if "bias" in pool.buffers:
-        return _weighed(pool, query, positions.shape[0], scaling)
+        return _with_pool_bias(pool, query, positions.shape[0], scaling)
     if bias is None:
-        bias = hiding(pool.buffers["deadlines"], positions.index_select(0, owner), query.dtype)
+        bias = expiry_bias(pool.buffers["expiry"], positions.index_select(0, owner), query.dtype)
     own = query.reshape(positions.shape[0], -1, query.shape[-1])
     logits = _logits(own.index_select(0, owner), pool.buffers["keys"], bias, scaling)
     largest = logits.new_full(own.shape[:2], -torch.inf)
@@ -93,9 +98,11 @@ def by_page(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, bi
     return output.div_(total[:, :, None]).to(query.dtype).view(query.shape)
 
 
-def _in_one(pool: PagePool, query: Tensor, scaling: float, bias: Tensor) -> Tensor:
-    """The same of few: every query meets all entries, and what is not its owner's is hidden like the rest. That is more
-    arithmetic than is needed, in a fraction of the operations."""
+def _in_one_product(pool: PagePool, query: Tensor, scaling: float, bias: Tensor) -> Tensor:
+    """`by_page` for few entries: every query meets all entries, and the bias hides those of other owners.
+
+    That is more arithmetic than is needed, in a fraction of the operations.
+    """
     keys, values = (pool.buffers[name].flatten(0, 1) for name in ("keys", "values"))
     own, bias = query.reshape(-1, query.shape[-1]), bias.flatten(1)
     if own.dtype == bias.dtype:
@@ -106,14 +113,15 @@ def _in_one(pool: PagePool, query: Tensor, scaling: float, bias: Tensor) -> Tens
 
 
 def _logits(own: Tensor, keys: Tensor, bias: Tensor, scaling: float) -> Tensor:
-    """`[pages, group, 16]` in the bias's dtype. own: the queries of each page's owner, `[pages, group, head_dim]`."""
+    """Logits `[pages, group, 16]` in the bias's dtype. own: `[pages, group, head_dim]`, the queries of each page's
+    owner."""
     if own.dtype == bias.dtype:
         return torch.baddbmm(bias[:, None], own, keys.transpose(1, 2), alpha=scaling)
     return torch.bmm(own * scaling, keys.transpose(1, 2)) + bias[:, None]
 
 
-def _weighed(pool: PagePool, query: Tensor, owners: int, scaling: float) -> Tensor:
-    """The same where a bias says what is seen: each owner's logits are put side by side for one softmax."""
+def _with_pool_bias(pool: PagePool, query: Tensor, owners: int, scaling: float) -> Tensor:
+    """`by_page` with the pool's own bias: each owner's logits are put side by side for one softmax."""
     keys, values, bias = (pool.buffers[name] for name in ("keys", "values", "bias"))
     table, missing, places = pool.layout()
     most = missing.shape[1]
@@ -134,16 +142,16 @@ QUERY_BLOCK = 128
 
 
 def attend_with_flex(pool: PagePool, query: Tensor, positions: Tensor, scaling: float, compiled: bool = True) -> Tensor:
-    """As `paged_attention.attend_one`. compiled: by the kernel; else as a dense computation with the same mask."""
+    """`attend_decode` by FlexAttention. compiled: with the kernel; False: as a dense computation with the same mask."""
     from torch.nn.attention.flex_attention import BlockMask
 
     owners, head_dim = positions.shape[0], query.shape[-1]
     count, table = pool.tables_on_device(owners)
-    owner, deadlines = pool.owner, pool.buffers["deadlines"].view(-1)
+    owner, expiry = pool.owner, pool.buffers["expiry"].view(-1)
     bias = pool.buffers["bias"].view(-1) if "bias" in pool.buffers else None
 
     def seen(own: Tensor, head: Tensor, index: Tensor, slot: Tensor) -> Tensor:
-        return (owner[slot // PAGE] == own) & (deadlines[slot] > positions[own])
+        return (owner[slot // PAGE] == own) & (expiry[slot] > positions[own])
 
     def weighed(logit: Tensor, own: Tensor, head: Tensor, index: Tensor, slot: Tensor) -> Tensor:
         assert bias is not None
@@ -200,12 +208,12 @@ class Checked:
         self, expected: Tensor, pool: PagePool, query: Tensor, positions: Tensor, scaling: float
     ) -> str | None:
         try:
-            found = self.kernel(pool, query, positions, scaling)
+            output = self.kernel(pool, query, positions, scaling)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             return f"it does not run ({type(error).__name__})"
-        largest = float((found.double() - expected.double()).abs().max())
+        largest = float((output.double() - expected.double()).abs().max())
         allowed = 32 * torch.finfo(query.dtype).eps * float(pool.buffers["values"].abs().max())
         return None if largest <= allowed else f"it differs by {largest:.2g}"
 

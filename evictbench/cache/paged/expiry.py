@@ -1,205 +1,181 @@
-"""Entries that expire: each has the first query position that may not see it, decided when it enters or a token later.
+"""ExpiryCache: entries that expire. Each has the first query position that may no longer see it.
 
-What no later query sees gives its place to new entries, in decode slot by slot, after a chunk by moving entries up.
+A policy decides that when an entry comes, or one token later. An expired entry gives its slot to a new one: in decode
+slot by slot, after a chunk by moving entries to the front of their pages. Expiries alone decide what is seen, so that
+every chunk size gives the result of reading token by token. A prompt is never held whole: after each chunk a head holds
+what the next query sees.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from evictbench.cache.clock import ATTENTION, POLICY, SIGNALS
-from evictbench.cache.paged.attention import attend_chunk, attend_one
-from evictbench.cache.paged.stack import Board
-from evictbench.policy.step import Arriving
-
-if TYPE_CHECKING:
-    from evictbench.cache.forward_plan import Pass
-    from evictbench.cache.paged.cache import PagedCache, PagedLayer
-    from evictbench.cache.paged.pool import PagePool
-
-
-def expire(
-    cache: PagedCache, layer: PagedLayer, step: Pass, query: Tensor, keys: Tensor, values: Tensor, scaling: float
-) -> Tensor:
-    """One layer's attention and what follows from it; the output like query, `[rows, heads, queries, head_dim]`."""
-    if layer.pool is None:
-        layer.pool = cache.new_pool(max(cache.row_capacity or 0, step.rows), keys)
-    deadlines = _deadlines(cache, layer, step, keys.device)
-    _decide_newest(cache, layer.pool, step, deadlines[:, :, 0])
-    query = cache.policy.after_rotation(query)
-    attend = _attend_in_place if cache.in_place(step) else _attend_chunk
-    return attend(cache, layer.pool, step, query, keys, values, deadlines[:, :, 1:], scaling)
-
-
-def _deadlines(cache: PagedCache, layer: PagedLayer, step: Pass, device: torch.device) -> Tensor:
-    """`[rows, kv_heads, 1 + queries]` int32: of the entry before the new ones, and of the new ones."""
-    arriving = Arriving(
-        layer=layer.index,
-        shape=cache.shape,
-        positions=step.query_positions(device),
-        allotted=cache.allotments(step, device),
-        read=cache.take_read(layer.index, device),
-    )
-    return cache.policy.expiry(arriving).to(torch.int32)
-
-
-def _decide_newest(cache: PagedCache, pool: PagePool, step: Pass, deadlines: Tensor) -> None:
-    """Write what this pass says of each row's last entry before it."""
-    rows = [row for row, (count, seen) in enumerate(zip(step.counts, cache.seen, strict=True)) if count and seen]
-    if len(rows) == step.rows:
-        pool.set_newest(slice(0, deadlines.numel()), deadlines.flatten())
-    elif rows:
-        owners = torch.tensor([owner for row in rows for owner in cache.owners(row)], device=pool.device)
-        pool.set_newest(owners, deadlines[torch.tensor(rows, device=pool.device)].flatten())
-
-
-def _attend_in_place(
-    cache: PagedCache,
-    pool: PagePool,
-    step: Pass,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    deadlines: Tensor,
-    scaling: float,
-) -> Tensor:
-    def following() -> Tensor:
-        after = positions.new_zeros(pool.length.shape[0])
-        after[: positions.shape[0]] = positions + 1
-        return after
-
-    positions = cache.by_owner(step, keys.device)
-    entries = {
-        "keys": keys.flatten(0, 2),
-        "values": values.flatten(0, 2),
-        "positions": positions,
-        "deadlines": deadlines.flatten(),
-    }
-    pool.put(positions.shape[0], entries)
-    if cache.clock is not None:
-        cache.clock.lap(POLICY, query.device)
-    output = attend_one(pool, query, positions, scaling)
-    if cache.clock is not None:
-        cache.clock.lap(ATTENTION, query.device)
-    pool.look_ahead(step.once("following_by_owner", keys.device, following))
-    return output
-
-
-def _attend_chunk(
-    cache: PagedCache,
-    pool: PagePool,
-    step: Pass,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    deadlines: Tensor,
-    scaling: float,
-) -> Tensor:
-    output = torch.zeros_like(query)
-    positions = step.query_positions(keys.device)
-    for row, count in enumerate(step.counts):
-        if count == 0:
-            continue
-        new = slice(step.queries - count, step.queries)
-        entries = {
-            "keys": keys[row, :, new],
-            "values": values[row, :, new],
-            "positions": positions[row, new].expand(cache.shape.kv_heads, -1),
-            "deadlines": deadlines[row, :, new],
-        }
-        first = cache.owners(row).start
-        if cache.clock is not None:
-            cache.clock.lap(POLICY, query.device)
-        output[row, :, new] = attend_chunk(pool, first, query[row, :, new], entries, scaling)
-        if cache.clock is not None:
-            cache.clock.lap(ATTENTION, query.device)
-        pool.settle(first, entries, step.seen[row])
-    return output
+from evictbench.cache.forward_plan import ForwardPlan
+from evictbench.cache.paged.attention import attend_chunk, attend_decode
+from evictbench.cache.paged.cache import PagedCache, at_row
+from evictbench.cache.paged.layer import PagedLayer
+from evictbench.cache.paged.pool import PagePool
+from evictbench.cache.paged.stack import StackedPools
+from evictbench.policy.ragged import RaggedPolicy
+from evictbench.policy.step import Activation, NewEntries
 
 
 @dataclass
-class Opened:
-    """A pass on one device. positions: of the new entries, `[owners]` int32; before: the numbers of the entries that
-    were written last before it, `[layers, owners]`. By layer: slots of the new entries, `[owners]`; bias as of
-    `attend_one`, where that is made; reads."""
+class DecodePass:
+    """A pass on one device in which each row decodes a token.
 
-    board: Board
+    stack: the device's pools. positions: `[owners]` int32, of the new entries. before: `[layers, owners]` int64, the
+    numbers of the slots that were written last before the pass. slots, bias: by layer, the slots of the new entries
+    `[owners]`, and the bias of `attend_decode` where it is made for all layers at once. entries: the new entries of the
+    layers that have attended, with the activations as they came.
+    """
+
+    stack: StackedPools
     positions: Tensor
     before: Tensor
     slots: dict[int, Tensor]
     bias: dict[int, Tensor]
-    reads: dict[int, Tensor | None] = field(default_factory=dict)
+    entries: list[NewEntries] = field(default_factory=list)
 
 
-class Late:
-    """What a PagedCache does for such a policy where each row decodes a token."""
+class ExpiryCache(PagedCache):
+    """The cache of a `RaggedPolicy`; arguments and errors as of `KVCache`.
 
-    def __init__(self, cache: PagedCache) -> None:
-        self.cache = cache
-        self._opened: dict[torch.device, Opened] = {}
+    A budget is what the policy makes of it (`RaggedPolicy.allot`), for each row when its prompt begins. Nothing is cut
+    to it. `prefill` changes nothing: a prompt is read in chunks that hold what the next query sees.
 
-    def open(self, step: Pass, like: Tensor) -> None:
-        """Before the first layer: let all layers' new entries in. like: keys."""
-        self._opened = {}
-        for device, pools in self.cache.pools().items():
-            board, positions = self.cache.boards.of(pools.values()), self.cache.by_owner(step, device)
-            before = board.newest(positions.shape[0])
-            slots, _ = board.enter(positions.shape[0], positions)
+    In decode one operation serves all layers of a device: before the first layer it finds the slots of the new entries
+    and what their queries see; after the last one the policy reads and decides, and visibility is updated.
+    """
+
+    policy: RaggedPolicy
+
+    def reset(self) -> None:
+        """Forget every sequence and free every page."""
+        super().reset()
+        self._decoding: dict[torch.device, DecodePass] = {}
+
+    def new_pool(self, rows: int, like: Tensor) -> PagePool:
+        """An empty pool with one owner for each row and KV head. like: a tensor of keys."""
+        return PagePool(rows * self.shape.kv_heads, like, self.bytes)
+
+    def held_entries(self, layer: int, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Positions and expiry of all entries that a row has in the layer's pages, by KV head."""
+        pool = self.layers[layer].pool
+        assert pool is not None
+        return [(pool.entries(owner, "positions"), pool.entries(owner, "expiry")) for owner in self.owners(row)]
+
+    def read(self, layer: int, name: Activation, tensor: Tensor) -> Tensor:
+        """Return the tensor to remember. In a decode step that is the activation: all layers are read at once, last."""
+        one_token = tensor.shape[1] == 1 and self.columns > 0
+        return tensor if one_token else self.policy.read(layer, name, tensor)
+
+    def decodes_in_pages(self, plan: ForwardPlan) -> bool:
+        """Whether each row has one new token, and entries before it."""
+        return plan.single and self.columns > 0
+
+    def begin_prompt(self, plan: ForwardPlan) -> None:
+        """Set each row's threshold from its budget, once, when its prompt begins."""
+        if self.columns == 0:
+            for row in self.rows:
+                row.threshold = self.policy.threshold(self.budget, row.prompt)
+
+    def open_decode(self, plan: ForwardPlan, keys: Tensor) -> None:
+        """Find the slots of the new entries in all layers, and the newest entries before them, which they decide on."""
+        self._decoding = {}
+        for device, pools in self.pools().items():
+            stack = self.stack(pools.values())
+            positions = plan.decode_positions(self.shape.kv_heads, device)
+            before = stack.newest(positions.shape[0])
+            slots, _ = stack.append(positions)
             bias: dict[int, Tensor] = {}
             if device.type != "cuda":
-                bias = dict(zip(pools, board.bias(positions, self.cache.shape.group, like.dtype), strict=True))
-            of_layers = dict(zip(pools, slots.unbind(), strict=True))
-            self._opened[device] = Opened(board, positions, before, of_layers, bias)
+                bias = dict(zip(pools, stack.bias(positions, self.shape.group, keys.dtype), strict=True))
+            by_layer = dict(zip(pools, slots.unbind(), strict=True))
+            self._decoding[device] = DecodePass(stack, positions, before, by_layer, bias)
 
     def attend(
-        self, layer: PagedLayer, step: Pass, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
     ) -> Tensor:
-        """One layer's attention, and after the last what follows for all; the output like query."""
-        cache, opened, pool, index = self.cache, self._opened[keys.device], layer.pool, layer.index
-        assert pool is not None
-        opened.reads[index] = cache.take_read(index, keys.device)
-        for name, entry in (("keys", keys), ("values", values)):
-            pool.buffers[name].flatten(0, 1).index_copy_(0, opened.slots[index], entry.flatten(0, 2))
-        query, clock = cache.policy.after_rotation(query), cache.clock
-        if clock is not None:
-            clock.lap(POLICY, query.device)
-        output = attend_one(pool, query, opened.positions, scaling, opened.bias.get(index))
-        if clock is not None:
-            clock.lap(ATTENTION, query.device)
-        if index == cache.shape.layers - 1:
-            self._close(step)
+        """Attend in pages if each row has one new token, else chunk by chunk. The output is shaped like query."""
+        new = replace(
+            self.new_entries(layer.index, plan, keys, values),
+            activation=self.take_activation(layer.index, keys.device),
+        )
+        if self.decodes_in_pages(plan):
+            return self._attend_decode(layer, query, new, scaling)
+        return self._attend_chunk(layer, plan, query, new, scaling)
+
+    def _attend_chunk(
+        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, new: NewEntries, scaling: float
+    ) -> Tensor:
+        """A layer's attention in a chunk, row by row."""
+        if layer.pool is None:
+            layer.pool = self.new_pool(max(self.row_capacity or 0, plan.rows), new.keys)
+        pool, positions = layer.pool, new.positions
+        expiry = self.policy.expiry(new).to(torch.int32)
+        self._decide_newest(pool, plan, expiry[:, :, 0])
+        query = self.policy.after_rotation(query)
+        output = torch.zeros_like(query)
+        for row, count in enumerate(plan.counts):
+            if count == 0:
+                continue
+            part = slice(plan.queries - count, plan.queries)
+            entries = at_row({"keys": new.keys, "values": new.values, "expiry": expiry[:, :, 1:]}, row, part)
+            entries["positions"] = positions[row, part].expand(self.shape.kv_heads, -1)
+            first = self.owners(row).start
+            self.clock.lap(POLICY, query.device)
+            output[row, :, part] = attend_chunk(pool, first, query[row, :, part], entries, scaling)
+            self.clock.lap(ATTENTION, query.device)
+            pool.write_chunk(first, entries, plan.seen[row])
         return output
 
-    def _close(self, step: Pass) -> None:
-        for device, opened in self._opened.items():
-            numbers, deadlines = opened.before, self._deadlines(step, device, opened)
-            if not all(self.cache.seen):  # before this token a row may have had none
-                rows = [row for row, seen in enumerate(self.cache.seen) if seen]
-                held = torch.tensor([owner for row in rows for owner in self.cache.owners(row)], device=device)
-                numbers, deadlines = numbers[:, held], deadlines[:, held]
-            opened.board.slots["deadlines"].view(-1).index_copy_(0, numbers.flatten(), deadlines.flatten())
-            opened.board.look_ahead(opened.positions + 1)
-        self._opened = {}
+    def _decide_newest(self, pool: PagePool, plan: ForwardPlan, expiry: Tensor) -> None:
+        """Write the expiry `[rows, kv_heads]` of each row's last entry before this pass."""
+        rows = [row for row, count in enumerate(plan.counts) if count and self.rows[row].seen]
+        if len(rows) == plan.rows:
+            pool.set_newest_expiry(slice(0, expiry.numel()), expiry.flatten())
+        elif rows:
+            chosen = torch.tensor(rows, device=pool.device)
+            pool.set_newest_expiry(self.owners_of(rows, pool.device), expiry[chosen].flatten())
 
-    def _deadlines(self, step: Pass, device: torch.device, opened: Opened) -> Tensor:
-        """Of the entries before the new ones, `[layers, owners]` int32."""
-        cache, policy = self.cache, self.cache.policy
-        reads = [read for read in opened.reads.values() if read is not None]
-        together: list[Tensor] | list[None] = [None] * len(opened.reads)
-        if reads:
-            if cache.clock is not None:
-                cache.clock.lap(POLICY, device)
-            (name,) = policy.taps
-            together = list(policy.read_together(list(opened.reads), name, reads).unbind())
-            if cache.clock is not None:
-                cache.clock.lap(SIGNALS, device)
-        positions, allotted = step.query_positions(device), cache.allotments(step, device)
-        arriving = [
-            Arriving(layer, cache.shape, positions, allotted, read)
-            for layer, read in zip(opened.reads, together, strict=True)
-        ]
-        return policy.expiry_together(arriving)[..., 0].flatten(1).to(torch.int32)
+    def _attend_decode(self, layer: PagedLayer, query: Tensor, new: NewEntries, scaling: float) -> Tensor:
+        """A layer's attention in decode; after the last layer, the decisions of all."""
+        decoding, pool = self._decoding[new.keys.device], layer.pool
+        assert pool is not None
+        decoding.entries.append(new)
+        for name, entry in (("keys", new.keys), ("values", new.values)):
+            pool.buffers[name].flatten(0, 1).index_copy_(0, decoding.slots[layer.index], entry.flatten(0, 2))
+        query = self.policy.after_rotation(query)
+        self.clock.lap(POLICY, query.device)
+        output = attend_decode(pool, query, decoding.positions, scaling, decoding.bias.get(layer.index))
+        self.clock.lap(ATTENTION, query.device)
+        if layer.index == self.shape.layers - 1:
+            self._decide()
+        return output
+
+    def _decide(self) -> None:
+        """Let the policy decide about the entries before the new ones, and find what the next queries see."""
+        for device, decoding in self._decoding.items():
+            numbers, expiry = decoding.before, self._expiry_of_layers(device, decoding.entries)
+            if not all(self.seen):  # before this token a row may have had none
+                had_one = self.owners_of((index for index, row in enumerate(self.rows) if row.seen), device)
+                numbers, expiry = numbers[:, had_one], expiry[:, had_one]
+            decoding.stack.slots["expiry"].view(-1).index_copy_(0, numbers.flatten(), expiry.flatten())
+            decoding.stack.update_visibility(decoding.positions + 1)
+        self._decoding = {}
+
+    def _expiry_of_layers(self, device: torch.device, entries: list[NewEntries]) -> Tensor:
+        """The expiry of the entries before the new ones, `[layers, owners]` int32."""
+        activations = [new.activation for new in entries if new.activation is not None]
+        if activations:
+            self.clock.lap(POLICY, device)
+            (name,) = self.policy.hooks
+            read = self.policy.read_layers([new.layer for new in entries], name, activations)
+            entries = [replace(new, activation=own) for new, own in zip(entries, read.unbind(), strict=True)]
+            self.clock.lap(SIGNALS, device)
+        return self.policy.expiry_of_layers(entries)[..., 0].flatten(1).to(torch.int32)

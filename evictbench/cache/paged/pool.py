@@ -1,84 +1,80 @@
 """Pages of entries: how one layer keeps heads of different lengths without room for the longest of them.
 
-Sixteen entries make a page; a page belongs to one KV head of one row, its owner (`row · kv_heads + head`). The host
-knows which pages an owner has; what lies in them is known to the device alone. An owner's entries fill its pages from
-the front, so that no more than the last page of each is partly empty.
+Sixteen entries make a page. A page belongs to one owner, which is one KV head of one row, number `row * kv_heads +
+head`. The host knows which pages an owner has; only the device knows what lies in them. An owner's entries fill its
+pages from the front, so that only its last page is partly empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from evictbench.policy.step import EMPTY
+
 if TYPE_CHECKING:
+    from evictbench.cache.base import ByteCounter
     from evictbench.policy.step import SlotTensor
-
-    pass
-
 
 PAGE = 16
 """Entries of a page."""
-
-NEVER = 2**31 - 1
-"""The deadline of an entry that stays."""
-
-EMPTY = -1
-"""The position of a slot that holds nothing."""
 
 SPARE = 0.05
 """Pages in stock, as a share of those in use: above it the pool is made smaller. It grows by a little less."""
 
 
 class PagePool:
-    """The pages of one layer. A slot is named by a number: page · 16 + place in the page.
+    """The pages of one layer. The number of a slot is page * 16 + its place in the page.
 
-    buffers: "keys" and "values" `[pages, 16, head_dim]`, as cached; "positions" `[pages, 16]` int32, EMPTY where
-    nothing lies; "deadlines" likewise, the first query position that may no longer see the entry, 0 where nothing
-    lies; and `more` of them, filled where nothing lies. owner: `[pages]` int64, 0 for a page that nobody has.
-    length: `[owners]` int64, slots that are filled; newest: the slot of the entry written last; reusable: a slot whose
-    entry no later query sees, -1 where there is none; visible: the entries that the next query sees, without its own.
-    beside: more of each owner, `[owners, ...]`. tables: each owner's pages, in order. changes: how often pages have
-    changed hands. board: what holds these, side by side with those of other pools.
+    buffers: "keys" and "values" `[pages, 16, head_dim]`, as cached. "positions" `[pages, 16]` int32, EMPTY where
+    nothing lies. "expiry" `[pages, 16]` int32, the first query position that may no longer see the entry, 0 where
+    nothing lies. One more for each item of `slot_tensors`, with its fill where nothing lies.
+    owner: `[pages]` int64, the owner of each page, 0 for a page that nobody has.
+    length: `[owners]` int64, filled slots. newest: the slot that was written last. freed_slot: a slot whose entry no
+    later query sees, -1 if there is none. visible: entries that the next query sees, without its own. tail: the last
+    page. owner_tensors: more tensors `[owners, ...]` by name.
+    tables: each owner's pages in order. changes: how often pages have changed hands. stacked_by: the mark of the
+    `StackedPools` whose parts these tensors are now; not itself, so that pages are freed without a garbage collection.
     """
 
     def __init__(
         self,
         owners: int,
         like: Tensor,
-        count_bytes: Callable[[int], None],
-        more: Mapping[str, SlotTensor] | None = None,
-        beside: Mapping[str, Tensor] | None = None,
+        bytes: ByteCounter,
+        slot_tensors: Mapping[str, SlotTensor] | None = None,
+        owner_tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._count_bytes = count_bytes
+        self._bytes = bytes
         device, head_dim = like.device, like.shape[-1]
         self.buffers: dict[str, Tensor] = {
             "keys": like.new_empty((0, PAGE, head_dim)),
             "values": like.new_empty((0, PAGE, head_dim)),
             "positions": torch.empty((0, PAGE), dtype=torch.int32, device=device),
-            "deadlines": torch.empty((0, PAGE), dtype=torch.int32, device=device),
+            "expiry": torch.empty((0, PAGE), dtype=torch.int32, device=device),
         }
-        self._fills: dict[str, float] = {"positions": EMPTY, "deadlines": 0}
-        for name, tensor in (more or {}).items():
-            tail = (tensor.width,) if tensor.width else ()
-            self.buffers[name] = torch.empty((0, PAGE, *tail), dtype=tensor.dtype, device=device)
-            self._fills[name] = tensor.fill
-        self.beside = {name: tensor.to(device).clone() for name, tensor in (beside or {}).items()}
+        self._fills: dict[str, float] = {"positions": EMPTY, "expiry": 0}
+        for name, declared in (slot_tensors or {}).items():
+            tail = (declared.width,) if declared.width else ()
+            self.buffers[name] = torch.empty((0, PAGE, *tail), dtype=declared.dtype, device=device)
+            self._fills[name] = declared.fill
+        self.owner_tensors = {name: tensor.to(device).clone() for name, tensor in (owner_tensors or {}).items()}
         self.owner = torch.zeros(0, dtype=torch.int64, device=device)
         self.length, self.newest, self.visible, self.tail = (
             torch.zeros(owners, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self.reusable = torch.full_like(self.length, -1)
+        self.freed_slot = torch.full_like(self.length, -1)
         self.tables: list[list[int]] = [[] for _ in range(owners)]
         self.spare: list[int] = []
         self.changes = 0
-        self.board: object = None
+        self.stacked_by: object = None
         self._on_device: tuple[Tensor, Tensor] | None = None
         self._front: tuple[int, Tensor] | None = None
         self._layout: tuple[int, Tensor, Tensor, Tensor] | None = None
-        count_bytes(self.nbytes())
+        self._bytes.add(self.nbytes())
 
     @property
     def device(self) -> torch.device:
@@ -95,18 +91,18 @@ class PagePool:
         return sum(tensor.nbytes for tensor in (*self.buffers.values(), self.owner, *self._by_owner().values()))
 
     def bytes_of(self, owners: Iterable[int]) -> int:
-        """The part of its bytes that falls to some owners, by their pages among those in use."""
+        """The part of its bytes that belongs to some owners, in proportion to their pages in use."""
         used = self.pages - len(self.spare)
         return self.nbytes() * sum(len(self.tables[owner]) for owner in owners) // max(1, used)
 
     def _by_owner(self) -> dict[str, Tensor]:
-        names = ("length", "newest", "visible", "tail", "reusable")
-        return {**{name: getattr(self, name) for name in names}, **self.beside}
+        names = ("length", "newest", "visible", "tail", "freed_slot")
+        return {**{name: getattr(self, name) for name in names}, **self.owner_tensors}
 
     # Pages.
 
     def take(self, wanted: Mapping[int, int]) -> None:
-        """Give owners so many pages more."""
+        """Give owners more pages. wanted: owner to number of pages."""
         total = sum(wanted.values())
         if total == 0:
             return
@@ -135,7 +131,7 @@ class PagePool:
                 self._on_device = None
 
     def give_back(self, kept: Mapping[int, int]) -> None:
-        """Leave owners so many of their first pages, and put the others in stock."""
+        """Put owners' last pages in stock. kept: owner to the number of first pages that it keeps."""
         freed: list[int] = []
         for owner, count in kept.items():
             freed += self.tables[owner][count:]
@@ -161,11 +157,11 @@ class PagePool:
         renumbered[kept] = torch.arange(used, device=self.device)
         for name, old in self.buffers.items():
             self._replace(name, old[kept])
-        self._count_bytes(-self.owner.nbytes)
+        self._bytes.add(-self.owner.nbytes)
         self.owner = self.owner[kept]
-        self._count_bytes(self.owner.nbytes)
+        self._bytes.add(self.owner.nbytes)
         self.newest = _moved(self.newest, renumbered)
-        self.reusable = torch.where(self.reusable < 0, -1, _moved(self.reusable.clamp(min=0), renumbered))
+        self.freed_slot = torch.where(self.freed_slot < 0, -1, _moved(self.freed_slot.clamp(min=0), renumbered))
         start = 0
         for owner, table in enumerate(self.tables):
             self.tables[owner] = list(range(start, start + len(table)))
@@ -181,17 +177,17 @@ class PagePool:
             self._replace(name, new)
         owner = self.owner.new_zeros(pages)
         owner[:old] = self.owner
-        self._count_bytes(owner.nbytes - self.owner.nbytes)
+        self._bytes.add(owner.nbytes - self.owner.nbytes)
         self.owner = owner
         self.spare += range(pages - 1, old - 1, -1)
 
     def _replace(self, name: str, new: Tensor) -> None:
-        self._count_bytes(new.nbytes)
-        self._count_bytes(-self.buffers[name].nbytes)
+        self._bytes.add(new.nbytes)
+        self._bytes.add(-self.buffers[name].nbytes)
         self.buffers[name] = new
 
     def _set_tails(self, owners: Iterable[int]) -> None:
-        """Tell the device which page is each owner's last; called whenever pages change hands."""
+        """Write the last page of these owners to the device; called whenever pages change hands."""
         self.changes += 1
         self._on_device = self._front = None
         having = [owner for owner in owners if self.tables[owner]]
@@ -202,8 +198,8 @@ class PagePool:
     # Entries.
 
     def tables_on_device(self, owners: int) -> tuple[Tensor, Tensor]:
-        """How many pages each of the first owners has, `[owners]` int32, and which, `[owners, most]` int32, padded with
-        0. Kept until pages change hands."""
+        """The number of pages of each of the first owners, `[owners]` int32, and their numbers, `[owners, most]` int32,
+        padded with 0. Kept until pages change hands."""
         if self._on_device is None or self._on_device[0].shape[0] != owners:
             tables = self.tables[:owners]
             most = 1 << (max(map(len, tables)) - 1).bit_length()
@@ -215,8 +211,9 @@ class PagePool:
         return self._on_device
 
     def layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pages by owner: which, `[owners · most]` int64, padded; where that is padding, `[owners, most, 1, 1]` bool;
-        where among those each page is, `[pages]`, on padding for one that nobody has. Kept until pages are moved."""
+        """Pages side by side for each owner: their numbers, `[owners * most]` int64, padded; where they are padding,
+        `[owners, most, 1, 1]` bool; and the index of each page among them, `[pages]` int64, an index of padding for a
+        page that nobody has. Kept until pages change hands."""
         if self._layout is None or self._layout[0] != self.changes:
             most = max(map(len, self.tables)) + 1
             table = torch.tensor([pages + [0] * (most - len(pages)) for pages in self.tables])
@@ -225,8 +222,12 @@ class PagePool:
             place = torch.full((self.pages,), most - 1)
             place[table[~missing]] = torch.arange(most).expand_as(table)[~missing]
             place += self.owner.cpu() * most
-            found = table.flatten().to(self.device), missing[:, :, None, None].to(self.device), place.to(self.device)
-            self._layout = self.changes, *found
+            self._layout = (
+                self.changes,
+                table.flatten().to(self.device),
+                missing[:, :, None, None].to(self.device),
+                place.to(self.device),
+            )
         return self._layout[1:]
 
     def table(self, owner: int) -> Tensor:
@@ -243,66 +244,60 @@ class PagePool:
             pages = -(-slots // PAGE)
             tables = [(table[:pages] + [0] * pages)[:pages] for table in self.tables]
             first = torch.tensor(tables, device=self.device)[:, :, None] * PAGE
-            found = (first + torch.arange(PAGE, device=self.device)).flatten(1)[:, :slots].contiguous()
-            self._front = slots, found
+            numbers = (first + torch.arange(PAGE, device=self.device)).flatten(1)[:, :slots].contiguous()
+            self._front = slots, numbers
         return self._front[1]
 
-    def clear(self, slots: Tensor) -> None:
-        """Leave nothing in these slots, as far as can be seen."""
+    def _clear(self, slots: Tensor) -> None:
+        """Make these slots look as if nothing lay in them."""
         for name, fill in self._fills.items():
             self.buffers[name].flatten(0, 1)[slots] = fill
 
-    def alive(self, owner: int, freed: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Positions and deadlines of an owner's entries; freed: the slot of each owner that the next entry takes, which
-        is left out as are slots that hold no token."""
-        positions, deadlines = self.entries(owner, "positions"), self.entries(owner, "deadlines")
-        if freed is None:
-            return positions, deadlines
-        slots = (self.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
-        held = (positions >= 0) & (slots != freed[owner])
-        return positions[held], deadlines[held]
+    def slots_of(self, owner: int) -> Tensor:
+        """The numbers of an owner's slots in order, int64, those of the last page whole."""
+        return (self.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=self.device)).flatten()
 
-    def wants_page(self, owners: int) -> Tensor:
-        """`[owners]` bool: whose next entry has no slot to go to."""
-        return (self.reusable[:owners] < 0) & (self.length[:owners] % PAGE == 0)
+    def set_newest_expiry(self, owners: Tensor | slice, expiry: Tensor) -> None:
+        """Set the expiry `[n]` of the entries that these owners wrote last."""
+        self.buffers["expiry"].view(-1)[self.newest[owners]] = expiry
 
-    def set_newest(self, owners: Tensor | slice, deadlines: Tensor) -> None:
-        """Decide the deadlines of the entries that these owners wrote last; both `[n]`."""
-        self.buffers["deadlines"].view(-1)[self.newest[owners]] = deadlines
+    def write_chunk(self, first: int, entries: Mapping[str, Tensor], following: int) -> None:
+        """Write a chunk's entries in place of those that no query from position `following` on sees.
 
-    def put(self, owners: int | Tensor, entries: Mapping[str, Tensor]) -> None:
-        """One new entry for each of the first owners, or of those that are named, `[owners, ...]` in every buffer, in
-        place of one that no query sees any more or behind the others. Who `wants_page` must have got one."""
-        if isinstance(owners, Tensor):
-            reusable, length, tail = self.reusable[owners], self.length[owners], self.tail[owners]
-        else:
-            reusable, length, tail = self.reusable[:owners], self.length[:owners], self.tail[:owners]
-        target = torch.where(reusable < 0, tail * PAGE + length % PAGE, reusable)
-        for name, entry in entries.items():
-            self.buffers[name].flatten(0, 1).index_copy_(0, target, entry)
-        if isinstance(owners, Tensor):
-            self.length[owners] = length + (reusable < 0)
-            self.newest[owners] = target
-        else:
-            length += reusable < 0
-            self.newest[:owners] = target
-
-    def look_ahead(self, following: Tensor) -> None:
-        """Find what the next queries see and what they free. following: `[owners]` int32, their positions."""
-        deadlines, positions = self.buffers["deadlines"], self.buffers["positions"]
-        seen = deadlines > following.index_select(0, self.owner)[:, None]
-        self.visible.zero_().index_add_(0, self.owner, seen.sum(-1))
-        slots = torch.arange(seen.numel(), device=self.device).view(seen.shape)
-        dead = slots.masked_fill(seen | (positions == EMPTY), -1).amax(-1)
-        self.reusable.fill_(-1).scatter_reduce_(0, self.owner, dead, "amax")
-
-    def settle(self, first: int, entries: Mapping[str, Tensor], following: int) -> None:
-        """After a chunk: what no query from `following` on sees gives its place to the chunk's entries that are seen.
-
-        entries: those of the owners from `first` on, one for each item of dimension 0, `[heads, new, ...]` in every
-        buffer. The last of them must be seen.
+        first: the first of the owners that have new entries. entries: `[heads, new, ...]` for every buffer, one item of
+        dimension 0 for each of these owners. The last entry of each must be visible.
         """
-        settle(self, first, entries, following)
+        heads = range(first, first + entries["expiry"].shape[0])
+        stays = [self.entries(owner, "expiry") > following for owner in heads]
+        enters = entries["expiry"] > following
+        lengths = (torch.stack([stay.sum() for stay in stays]) + enters.sum(-1)).tolist()
+        moves: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for head, (owner, stay, length) in enumerate(zip(heads, stays, lengths, strict=True)):
+            # Entries behind the new length move into the gaps in front of it, and the new ones behind them.
+            behind = stay[length:].nonzero()[:, 0] + length
+            entering = enters[head].nonzero()[:, 0]
+            filled = torch.zeros(length, dtype=torch.bool, device=self.device)
+            filled[: stay.shape[0]] = stay[:length]
+            table = self.table(owner)
+            behind = table[behind // PAGE] * PAGE + behind % PAGE
+            moved = {
+                name: torch.cat((self.buffers[name].flatten(0, 1)[behind], new[head, entering]))
+                for name, new in entries.items()
+            }
+            moves.append(((~filled).nonzero()[:, 0], moved))
+        sizes = {owner: -(-length // PAGE) for owner, length in zip(heads, lengths, strict=True)}
+        self.give_back({owner: size for owner, size in sizes.items() if size < len(self.tables[owner])})
+        self.take({owner: size - len(self.tables[owner]) for owner, size in sizes.items()})
+        for owner, length, (gaps, moved) in zip(heads, lengths, moves, strict=True):
+            slots = self.slots_of(owner)
+            for name, values in moved.items():
+                self.buffers[name].flatten(0, 1)[slots[gaps]] = values
+            self._clear(slots[length:])
+            self.newest[owner] = slots[gaps[-1]]
+        span = slice(heads.start, heads.stop)
+        self.length[span] = torch.tensor(lengths, device=self.device)
+        self.visible[span] = self.length[span]
+        self.freed_slot[span] = -1
 
     # Rows.
 
@@ -321,7 +316,7 @@ class PagePool:
         for name, mine in self._by_owner().items():
             if name != "tail":
                 theirs = others[name].to(self.device)
-                if name in ("newest", "reusable"):
+                if name in ("newest", "freed_slot"):
                     theirs = torch.where(theirs < 0, -1, _moved(theirs.clamp(min=0), renumbered))
                 mine[span] = theirs
 
@@ -337,7 +332,7 @@ class PagePool:
             for tensor in self._by_owner().values():
                 tensor[target : target + count] = tensor[source : source + count].clone()
         self.length[source : source + count] = 0
-        self.reusable[source : source + count] = -1
+        self.freed_slot[source : source + count] = -1
 
 
 def _moved(slots: Tensor, renumbered: Tensor) -> Tensor:
@@ -345,38 +340,3 @@ def _moved(slots: Tensor, renumbered: Tensor) -> Tensor:
     if renumbered.numel() == 0:
         return slots
     return renumbered[slots // PAGE] * PAGE + slots % PAGE
-
-
-def settle(pool: PagePool, first: int, entries: Mapping[str, Tensor], following: int) -> None:
-    """As of `PagePool.settle`."""
-    page = pool.buffers["positions"].shape[1]
-    heads = range(first, first + entries["deadlines"].shape[0])
-    stays = [pool.entries(owner, "deadlines") > following for owner in heads]
-    enters = entries["deadlines"] > following
-    lengths = (torch.stack([stay.sum() for stay in stays]) + enters.sum(-1)).tolist()
-    moves: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for head, (owner, stay, length) in enumerate(zip(heads, stays, lengths, strict=True)):
-        late = stay[length:].nonzero()[:, 0] + length
-        coming = enters[head].nonzero()[:, 0]
-        filled = torch.zeros(length, dtype=torch.bool, device=pool.device)
-        filled[: stay.shape[0]] = stay[:length]
-        table = pool.table(owner)
-        late = table[late // page] * page + late % page
-        moved = {
-            name: torch.cat((pool.buffers[name].flatten(0, 1)[late], new[head, coming]))
-            for name, new in entries.items()
-        }
-        moves.append(((~filled).nonzero()[:, 0], moved))
-    sizes = {owner: -(-length // page) for owner, length in zip(heads, lengths, strict=True)}
-    pool.give_back({owner: size for owner, size in sizes.items() if size < len(pool.tables[owner])})
-    pool.take({owner: size - len(pool.tables[owner]) for owner, size in sizes.items()})
-    for owner, length, (places, moved) in zip(heads, lengths, moves, strict=True):
-        slots = (pool.table(owner)[:, None] * page + torch.arange(page, device=pool.device)).flatten()
-        for name, values in moved.items():
-            pool.buffers[name].flatten(0, 1)[slots[places]] = values
-        pool.clear(slots[length:])
-        pool.newest[owner] = slots[places[-1]]
-    span = slice(heads.start, heads.stop)
-    pool.length[span] = torch.tensor(lengths, device=pool.device)
-    pool.visible[span] = pool.length[span]
-    pool.reusable[span] = -1

@@ -1,4 +1,4 @@
-"""Reading a prompt whose entries compete: chunk by chunk, what a bounded one lets go of, and the cut at its end."""
+"""Reading a prompt under a `HeadBudgetPolicy`: chunk by chunk, then the cut at its end, which makes pages."""
 
 from __future__ import annotations
 
@@ -10,180 +10,192 @@ import torch
 from torch import Tensor
 
 from evictbench.cache.clock import ATTENTION, POLICY, SIGNALS
-from evictbench.cache.paged.centroids import MEAN, RESTS, rounded, run_through
-from evictbench.cache.paged.pool import NEVER, PAGE, PagePool
-from evictbench.cache.paged.prompt import Prompt, attend_prompt, last_mass, taken
+from evictbench.cache.paged.centroids import CENTROID, RESIDUALS, Means, merge_in_order, rounded
+from evictbench.cache.paged.pool import PAGE, PagePool
+from evictbench.cache.paged.prompt import Prompt, attend_prompt, last_mass, select
 from evictbench.cache.selection import in_slot_order
-from evictbench.policy.base import Policy
-from evictbench.policy.deadlines import rank_by_score
-from evictbench.policy.step import Division, Rivals
+from evictbench.policy.expiry import rank_by_score
+from evictbench.policy.step import NEVER, HeadBudgets, PrefillChunk
 
 if TYPE_CHECKING:
     from evictbench.cache.clock import Clock
-    from evictbench.cache.paged.cache import PagedLayer
-    from evictbench.cache.paged.head_budget import Terms
-    from evictbench.cache.paged.prompt import Prompt
-    from evictbench.policy.base import Policy
+    from evictbench.cache.paged.layer import PagedLayer
+    from evictbench.cache.rows import RowBudget
+    from evictbench.policy.ragged import HeadBudgetPolicy
 
 
 def read_chunk(
-    policy: Policy,
+    policy: HeadBudgetPolicy,
     prompt: Prompt,
-    terms: Terms,
+    budget: RowBudget,
     query: Tensor,
     entries: Mapping[str, Tensor],
     first: int,
     scaling: float,
     ends: bool,
-    clock: Clock | None = None,
+    clock: Clock,
 ) -> Tensor:
-    """The new tokens of one row in one layer, from position `first` on: written, and what they see, `[heads, new,
-    head_dim]`, like query.
+    """Write the new tokens of one row in one layer, and return their attention `[heads, new, head_dim]`, like query.
 
-    entries: `[kv_heads, new, ...]`: keys, values, positions and the policy's slot tensors; ends: the prompt does.
+    entries: `[kv_heads, new, ...]` by name: keys, values, positions and the policy's slot tensors. first: the position
+    of the first new token. ends: the prompt ends with the last one.
     """
     count = query.shape[1]
-    deadlines = torch.full_like(entries["positions"], NEVER)
-    prompt.append({**entries, "deadlines": deadlines}, 0 if terms.bounded else terms.prompt)
-    hidden = terms.gone(first) - terms.dropped(first)
-    index = prompt.seen(first, prompt.length - hidden)
-    dies = terms.gone(first + count) > terms.gone(first)
-    if dies:
+    expiry = torch.full_like(entries["positions"], NEVER)
+    prompt.append({**entries, "expiry": expiry}, 0 if budget.bounded else budget.prompt)
+    hidden = budget.hidden(first) - budget.dropped(first)
+    index = prompt.visible(first, prompt.length - hidden)
+    expires = budget.hidden(first + count) > budget.hidden(first)
+    if expires:
         names = [name for name in entries if name not in ("keys", "values", "positions")]
-        state = {name: taken(prompt.held(name), index) for name in names}
-        positions = taken(prompt.held("positions"), index)
-        found = policy.leaving(Rivals(state, positions, first, count, terms.places)).to(torch.int32)
-        held = prompt.held("deadlines")
+        state = {name: select(prompt.held(name), index) for name in names}
+        positions = select(prompt.held("positions"), index)
+        chunk = PrefillChunk(state, positions, first, count, budget.capacity)
+        expiry = policy.evicted_in_chunk(chunk).to(torch.int32)
+        held = prompt.held("expiry")
         if index is None:
-            held.copy_(found)
+            held.copy_(expiry)
         else:
-            held.scatter_(1, index, found)
-    if clock is not None:
-        clock.lap(POLICY, query.device)
-    output = attend_prompt(prompt, index, query, first, scaling, dies)
-    if clock is not None:
-        clock.lap(ATTENTION, query.device)
+            held.scatter_(1, index, expiry)
+    clock.lap(POLICY, query.device)
+    output = attend_prompt(prompt, index, query, first, scaling, expires)
+    clock.lap(ATTENTION, query.device)
     if ends:
         prompt.mass = last_mass(prompt, query[:, -1:], scaling)
-        if clock is not None:
-            clock.lap(SIGNALS, query.device)
+        clock.lap(SIGNALS, query.device)
     return output
 
 
-def let_go(policy: Policy, prompts: Sequence[Prompt], gone: int, query: int, room: int) -> None:
-    """Of one row's bounded prompts in several layers: drop the `gone` entries of each head that this query does not
-    see, which join its means in the order in which they left."""
-    if room:
-        _join(policy, prompts, gone, room)
+def drop_hidden(policy: HeadBudgetPolicy, prompts: Sequence[Prompt], dropped: int, query: int, centroids: int) -> None:
+    """Let one row's bounded prompts in several layers drop what the query at this position does not see.
+
+    dropped: entries of each head. centroids: of each head; the dropped entries join them in the order in which they
+    were evicted.
+    """
+    if centroids:
+        _join_centroids(policy, prompts, dropped, centroids)
     for prompt in prompts:
-        prompt.keep(in_slot_order(prompt.held("deadlines") > query, prompt.length - gone))
+        prompt.keep(in_slot_order(prompt.held("expiry") > query, prompt.length - dropped))
 
 
-def _join(policy: Policy, prompts: Sequence[Prompt], gone: int, room: int) -> None:
+def _join_centroids(policy: HeadBudgetPolicy, prompts: Sequence[Prompt], dropped: int, centroids: int) -> None:
     leaving: dict[str, list[Tensor]] = {"keys": [], "values": []}
     for prompt in prompts:
-        index = prompt.held("deadlines").argsort(dim=-1, stable=True)[:, :gone]
-        for name, found in leaving.items():
-            found.append(taken(prompt.held(name), index))
+        index = prompt.held("expiry").argsort(dim=-1, stable=True)[:, :dropped]
+        for name, parts in leaving.items():
+            parts.append(select(prompt.held(name), index))
         if prompt.means is None:
             keys = prompt.held("keys")
             wide = torch.promote_types(keys.dtype, torch.float32)
-            made = keys.new_zeros((keys.shape[0], room, keys.shape[2]), dtype=wide)
-            prompt.set_means((made, made.clone(), made.new_zeros(made.shape[:2])))
-    parts = zip(*(prompt.means for prompt in prompts if prompt.means is not None), strict=True)
-    means = tuple(torch.cat(part) for part in parts)
-    assert len(means) == 3
-    run_through(policy, means, torch.cat(leaving["keys"]), torch.cat(leaving["values"]))
-    heads = means[0].shape[0] // len(prompts)
+            empty = keys.new_zeros((keys.shape[0], centroids, keys.shape[2]), dtype=wide)
+            prompt.set_means((empty, empty.clone(), empty.new_zeros(empty.shape[:2])))
+    by_kind = zip(*(prompt.means for prompt in prompts if prompt.means is not None), strict=True)
+    keys, values, counts = (torch.cat(parts) for parts in by_kind)
+    means = merge_in_order(policy, (keys, values, counts), torch.cat(leaving["keys"]), torch.cat(leaving["values"]))
+    heads = keys.shape[0] // len(prompts)
     for i, prompt in enumerate(prompts):
-        keys, values, counts = (part[i * heads : (i + 1) * heads].clone() for part in means)
-        prompt.set_means((keys, values, counts))
-
-
-def cut(policy: Policy, layer: PagedLayer, terms: Sequence[Terms], states: Sequence[str]) -> None:
-    """At the end of prompts: divide the places of a layer among its heads, and move what stays into its pages."""
-    assert layer.pool is not None
-    for row, own in enumerate(terms):
-        prompt = layer.prompts.pop(row, None)
-        chosen = _chosen(policy, layer, prompt, own, states)
-        into_pages(layer.pool, layer.cache.owners(row), chosen, prompt, policy)
-        if prompt is not None:
-            prompt.free()
-
-
-def _chosen(policy: Policy, layer: PagedLayer, prompt: Prompt | None, terms: Terms, states: Sequence[str]) -> Cut:
-    if prompt is None:
-        return Cut(torch.full((layer.cache.shape.kv_heads,), terms.places), terms.room, None)
-    assert prompt.mass is not None
-    last, positions = terms.prompt - 1, prompt.held("positions")
-    competes = (positions >= policy.sinks) & (positions <= last - int(policy.recent(terms.entries)))
-    worth = policy.worth({name: prompt.held(name) for name in states}, last - positions)
-    division = Division(layer.index, prompt.mass, worth, competes, terms.places, terms.crowded)
-    places = policy.divide(division).to(worth.device)
-    rank = rank_by_score(worth.masked_fill(~competes, -torch.inf), positions)
-    return Cut(places, terms.room, ~competes | (rank < places[:, None]))
+        own_keys, own_values, own_counts = (part[i * heads : (i + 1) * heads].clone() for part in means)
+        prompt.set_means((own_keys, own_values, own_counts))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Of one row in one layer. places: of each head's pool, `[kv_heads]`; room: means of each head; stays: which of the
-    prompt's entries, `[kv_heads, slots]` bool, None where it has none."""
+    """The entries that stay of one row in one layer.
 
-    places: Tensor
-    room: int
+    capacity: `[kv_heads]` int64, the size of each head's pool. centroids: of each head. stays: `[kv_heads, slots]`
+    bool, which of the prompt's entries stay; None if the row has no prompt.
+    """
+
+    capacity: Tensor
+    centroids: int
     stays: Tensor | None
 
 
-def into_pages(pool: PagePool, owners: Sequence[int], cut: Cut, prompt: Prompt | None, policy: Policy) -> None:
-    """Give the owners, who have nothing yet, pages with the entries that stay. The host waits once for the device."""
+def move_into_pages(
+    policy: HeadBudgetPolicy,
+    layer: PagedLayer,
+    owners: Sequence[range],
+    budgets: Sequence[RowBudget],
+    states: Sequence[str],
+) -> None:
+    """At the end of prompts: divide a layer's pool among its heads, and move what stays into pages.
+
+    owners: the owners of each row. budgets: one a row. states: names of the policy's slot tensors.
+    """
+    assert layer.pool is not None
+    for row, (mine, budget) in enumerate(zip(owners, budgets, strict=True)):
+        prompt = layer.prompts.pop(row, None)
+        cut = _cut(policy, layer.index, len(mine), prompt, budget, states)
+        _write_pages(layer.pool, mine, cut, prompt, policy)
+        if prompt is not None:
+            prompt.free()
+
+
+def _cut(
+    policy: HeadBudgetPolicy, layer: int, heads: int, prompt: Prompt | None, budget: RowBudget, states: Sequence[str]
+) -> Cut:
+    if prompt is None:
+        return Cut(torch.full((heads,), budget.capacity), budget.centroids, None)
+    assert prompt.mass is not None
+    last, positions = budget.prompt - 1, prompt.held("positions")
+    competes = (positions >= policy.sinks) & (positions <= last - int(policy.recent(budget.entries)))
+    scores = policy.score_at({name: prompt.held(name) for name in states}, last - positions)
+    head_budgets = HeadBudgets(layer, prompt.mass, scores, competes, budget.capacity, budget.over_budget)
+    capacity = policy.head_budgets(head_budgets).to(scores.device)
+    rank = rank_by_score(scores.masked_fill(~competes, -torch.inf), positions)
+    return Cut(capacity, budget.centroids, ~competes | (rank < capacity[:, None]))
+
+
+def _write_pages(pool: PagePool, owners: range, cut: Cut, prompt: Prompt | None, policy: HeadBudgetPolicy) -> None:
+    """Give owners, who have nothing yet, pages with the entries that stay. The host waits once for the device."""
     kept = [0] * len(owners) if cut.stays is None else cut.stays.sum(-1).tolist()
-    lengths = [cut.room + count for count in kept]
+    lengths = [cut.centroids + count for count in kept]
     pool.take({owner: -(-length // PAGE) for owner, length in zip(owners, lengths, strict=True) if length})
-    span = slice(owners[0], owners[-1] + 1)
+    span = slice(owners.start, owners.stop)
     for head, (owner, length) in enumerate(zip(owners, lengths, strict=True)):
         if length == 0:
             continue
-        slots = (pool.table(owner)[:, None] * PAGE + torch.arange(PAGE, device=pool.device)).flatten()[:length]
-        means, entries = slots[: cut.room], slots[cut.room :]
-        pool.buffers["positions"].view(-1)[means] = MEAN
-        pool.buffers["deadlines"].view(-1)[slots] = NEVER
+        slots = pool.slots_of(owner)[:length]
+        centroids, entries = slots[: cut.centroids], slots[cut.centroids :]
+        pool.buffers["positions"].view(-1)[centroids] = CENTROID
+        pool.buffers["expiry"].view(-1)[slots] = NEVER
         if prompt is not None and cut.stays is not None:
             stays = cut.stays[head].nonzero()[:, 0]
             for name in prompt.buffers:
-                if name != "deadlines":
+                if name != "expiry":
                     pool.buffers[name].flatten(0, 1)[entries] = prompt.held(name)[head, stays]
             pool.buffers["bias"].view(-1)[entries] = 0
-            _write_means(pool, owner, means, _means(policy, prompt, head, cut))
+            _write_centroids(pool, owner, centroids, _centroids(policy, prompt, head, cut))
         pool.newest[owner] = slots[-1]
-    pool.beside["places"][span] = cut.places.to(pool.device)
-    pool.beside["room"][span] = cut.room
+    pool.owner_tensors["capacity"][span] = cut.capacity.to(pool.device)
+    pool.owner_tensors["centroids"][span] = cut.centroids
     pool.length[span] = torch.tensor(lengths, device=pool.device)
-    pool.reusable[span] = -1
+    pool.freed_slot[span] = -1
 
 
-def _means(policy: Policy, prompt: Prompt, head: int, cut: Cut) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Keys, values and counts of one head's means: of what goes now, behind what has gone before, if any has."""
-    if cut.room == 0 or cut.stays is None:
+def _centroids(policy: HeadBudgetPolicy, prompt: Prompt, head: int, cut: Cut) -> Means | None:
+    """One head's centroids, `[centroids, ...]`: of what leaves now, and of what has left before, if anything has."""
+    if cut.centroids == 0 or cut.stays is None:
         return None
-    gone = (~cut.stays[head]).nonzero()[:, 0]
-    keys, values = prompt.held("keys")[head, gone], prompt.held("values")[head, gone]
+    leaving = (~cut.stays[head]).nonzero()[:, 0]
+    keys, values = prompt.held("keys")[head, leaving], prompt.held("values")[head, leaving]
     if prompt.means is None:
-        return policy.summarise(keys, values, cut.room) if gone.shape[0] else None
+        return policy.cluster(keys, values, cut.centroids) if leaving.shape[0] else None
     before = prompt.means[0][head, None], prompt.means[1][head, None], prompt.means[2][head, None]
-    mean_keys, mean_values, counts = run_through(policy, before, keys[None], values[None])
-    some = counts[0] > 0
-    return mean_keys[0, some], mean_values[0, some], counts[0, some]
+    mean_keys, mean_values, counts = merge_in_order(policy, before, keys[None], values[None])
+    used = counts[0] > 0
+    return mean_keys[0, used], mean_values[0, used], counts[0, used]
 
 
-def _write_means(pool: PagePool, owner: int, slots: Tensor, means: tuple[Tensor, Tensor, Tensor] | None) -> None:
+def _write_centroids(pool: PagePool, owner: int, slots: Tensor, means: Means | None) -> None:
     if means is None:
         return
     keys, values, counts = means
     slots = slots[: counts.shape[0]]
     for name, mean in (("keys", keys), ("values", values)):
         buffer = pool.buffers[name].flatten(0, 1)
-        buffer[slots], rest = rounded(mean, buffer.dtype)
-        if RESTS[name] in pool.beside:
-            pool.beside[RESTS[name]][owner, : counts.shape[0]] = rest
+        buffer[slots], residual = rounded(mean, buffer.dtype)
+        if RESIDUALS[name] in pool.owner_tensors:
+            pool.owner_tensors[RESIDUALS[name]][owner, : counts.shape[0]] = residual
     pool.buffers["bias"].view(-1)[slots] = counts.log().to(pool.buffers["bias"].dtype)
-    pool.beside["counts"][owner, : counts.shape[0]] = counts.to(pool.beside["counts"].dtype)
+    pool.owner_tensors["counts"][owner, : counts.shape[0]] = counts.to(pool.owner_tensors["counts"].dtype)

@@ -1,58 +1,44 @@
-"""EvictionCache: a transformers Cache made of fixed slots, from which a policy evicts after every forward pass.
+"""SlotCache: a KV cache of fixed slots, in which every kept set of a layer holds equally many entries.
 
-The step, in every layer: write the new keys and values into free slots; attend, every query to what it may see;
-show the policy the signals it declared; evict. `attention.py` drives it; this module owns the slots and the
-bookkeeping. It works in the project's own generation loop and in plain `model.generate(...)`, left-padded batches
-included:
-
-    cache = EvictionCache(model, policy, budget=512)      # also sets the model's attention implementation
-    model.generate(**inputs, past_key_values=cache)
+In decode a full row overwrites the slot of the entry that was evicted last: nothing is moved and no shape changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from evictbench.cache.forward_plan import Occupancy, Pass
+from evictbench.cache.base import GROWTH_BLOCK, KVCache
+from evictbench.cache.forward_plan import ForwardPlan
 from evictbench.cache.rope import SinkShift, inverse_frequencies
-from evictbench.cache.slots.eviction import evict_after
+from evictbench.cache.rows import Sequence
+from evictbench.cache.slots.eviction import Eviction
 from evictbench.cache.slots.layer import SlotLayer
 from evictbench.cache.slots.placement import Placement
+from evictbench.cache.slots.signals import LayerAttention, visibility
 from evictbench.errors import UserError
 from evictbench.policy.base import Policy
-from evictbench.policy.budget import Budget
-from evictbench.policy.step import Entering, ModelShape, Step
+from evictbench.policy.step import NewEntries, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache.clock import Clock
-
-GROWTH_BLOCK = 256
-"""Slots by which a cache without a fixed budget grows in decode."""
+    from evictbench.policy.budget import Budget
 
 
-class EvictionCache(Cache):
-    """A KV cache that never shows a decode query more than its budget.
+class SlotCache(KVCache):
+    """A KV cache of slots; arguments and errors as of `KVCache`.
 
-    model: used for its sizes and rotary frequencies; its attention implementation is set to "evictbench".
-    budget: entries per KV head that a decode query may see, itself included (`Budget`, int, or "25%").
-    prefill: "native" (the policy's own), "dense" or "bounded". prompt_length: tokens until the prompt ends and is
-    cut for good (the context's, where the question must stay unseen); None: the first forward pass is the prompt.
-    rows: room for this many sequences that are admitted one by one; None: as many as the first pass has.
-    Its attribute `clock`, if set, is told what each part of a pass took. While `output_unread` is set, attention that
-    shows the policy nothing is not computed: a pass from a recording.
-    Raises UserError for a missing or impossible budget.
+    A decode query never sees more than its budget, where the policy enforces it. While `output_unread` is set,
+    attention whose probabilities the policy does not read is not computed: a pass from a recording.
     """
 
-    layers: list[SlotLayer]  # type: ignore[assignment]
-    clock: Clock | None = None
+    layers: list[SlotLayer]
+    policy: Policy
     output_unread = False
 
     def __init__(
@@ -60,88 +46,55 @@ class EvictionCache(Cache):
         model: PreTrainedModel,
         policy: Policy,
         budget: Budget | int | str | None = None,
-        *,
-        prefill: Literal["native", "dense", "bounded"] = "native",
-        prompt_length: int | None = None,
-        rows: int | None = None,
+        **settings: Any,
     ) -> None:
-        from evictbench.cache.attention import use
-
-        if policy.needs_budget and budget is None:
-            raise UserError(f"{policy.name} needs a budget, in entries per KV head or in percent of the prompt.")
-        self.policy = policy
-        self.budget = Budget.parse(str(budget)) if policy.needs_budget else None
-        self.shape = ModelShape.of(model.config)
-        self.slot_tensors = policy.slot_state(self.shape)
-        self.memory_tensors = policy.memory(self.shape)
-        self.shared_tensors = policy.shared_state(self.shape)
-        self.has_recent = bool(policy.recent(GROWTH_BLOCK))
+        rotates = policy.needs_rope or policy.reindexed_sinks
+        self.inv_freq = inverse_frequencies(model, policy.name) if rotates else None
+        super().__init__(model, policy, budget, **settings)
         self.charged = policy.charged_state(self.shape)
-        self.minimum = policy.minimum_budget(self.shape)
-        self.dense = self.budget is None or (policy.prefill if prefill == "native" else prefill) == "dense"
-        self.prompt_length = prompt_length
-        self.row_capacity = rows
-        turns = policy.rotary or policy.reindexed_sinks
-        self.inv_freq = inverse_frequencies(model, policy.name) if turns else None
-        if self.budget is not None:
-            policy.check_budget(self.budget)
-            if self.budget.tokens is not None:
-                self._refuse_below_minimum(self.budget.tokens)
-        super().__init__(layers=[self.new_layer(index) for index in range(self.shape.layers)])
-        use(model)
-        self.reset()
-
-    # What is held.
+        self.dense = self.budget is None or self.mode == "dense"
 
     def new_layer(self, index: int) -> SlotLayer:
         """A layer without entries."""
-        return SlotLayer(self, index)
+        return SlotLayer(self, self.policy, index)
 
     def reset(self) -> None:
         """Forget every sequence and free every slot."""
-        self.columns = 0
-        self.prompt_done = False
-        self.seen: list[int] = []
-        self.held: list[int] = []
-        self.prompts: list[int] = []
-        self.holes: list[bool] = []
-        self.occupancy: list[Occupancy] = []
-        self.known: list[list[Tensor] | None] = []
-        self.current: Pass | None = None
+        super().reset()
         self.placements: list[Placement] = []
-        self.bytes_held = self.bytes_peak = 0
+        self.eviction = Eviction(self.policy, self.layers, self.placements, self.bytes)
         self.shift = None
         if self.inv_freq is not None and self.policy.reindexed_sinks:
             self.shift = SinkShift(self.inv_freq, self.policy.sinks)
-        for layer in self.layers:
-            layer.forget()
+        self._carried: dict[str, Any] = {}
+
+    # What is held.
 
     def placement(self, layer: int) -> Placement:
         """The placement of a layer: its own, or the whole model's."""
         return self.placements[layer if len(self.placements) > 1 else 0]
 
-    def entries(self, row: int, seen: int) -> int:
-        """Slots that a query may see as the `seen`-th token of its row: the budget, less what is charged.
-
-        seen: the entries that are held, where a share of the budget is one of the cache.
-        """
+    def allowance(self, row: Sequence, seen: int) -> int:
+        """How many entries in slots a query may see that is the `seen`-th token of its row: the budget, less the state
+        that is charged. Where a share of the budget is one of the cache, `seen` counts the entries that are held."""
         if self.budget is None:
             return seen + 1
-        budget = self.budget.at(0 if self.policy.share_of == "cache" else self.prompts[row], seen)
-        self._refuse_below_minimum(budget)
+        budget = self.budget.at(0 if self.policy.share_of == "cache" else row.prompt, seen)
+        self.policy.check_entries(budget, self.shape)
         return budget - self.charged
 
-    def foretell(self, labels: list[Tensor]) -> None:
-        """What a dense run says of the tokens of the one sequence that comes next, `[kv_heads, tokens]` a layer."""
-        self.known = [labels]
-
     def kept(self, layer: int, row: int = 0) -> Tensor:
-        """The positions held now by each kept set of a layer, ascending: `[sets, held]` int64."""
-        placement = self.placement(layer)
-        positions = placement.positions[row, :, : self.held[row] + self.holes[row]].long().clone()
-        if self.holes[row]:
+        """The positions that a layer holds of a row, ascending, `[sets, held]` int64; all sets hold equally many."""
+        placement, held, freed = self.placement(layer), self.rows[row].held, self.rows[row].freed_slot
+        positions = placement.positions[row, :, : held + freed].long().clone()
+        if freed:
             positions.scatter_(1, placement.free[row, :, None], torch.iinfo(torch.int64).max)
-        return positions.sort(-1).values[:, : self.held[row]]
+        return positions.sort(-1).values[:, :held]
+
+    def entries_held(self) -> tuple[Tensor | float, Tensor | float]:
+        """Entries that a KV head holds, the most and the mean over rows."""
+        held = [row.held for row in self.rows]
+        return max(held), sum(held) / len(held)
 
     def nbytes(self) -> int:
         """Bytes of everything held: keys, values, positions, the policy's state."""
@@ -153,191 +106,267 @@ class EvictionCache(Cache):
 
     def row_bytes(self, row: int) -> int:
         """Bytes of one row's part of what is held."""
-        return self.nbytes() // (self.row_capacity or len(self.seen))
-
-    @property
-    def reads_dense(self) -> bool:
-        """The prompt has not ended, and is held whole until it has."""
-        return self.dense and not self.prompt_done
-
-    def count_bytes(self, change: int) -> None:
-        """Keep the running total and its peak; called wherever buffers are made and freed."""
-        self.bytes_held += change
-        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+        return self.nbytes() // (self.row_capacity or len(self.rows))
 
     # One forward pass.
 
-    def begin(self, new: Tensor, real: Tensor | None) -> Pass:
-        """Before the first layer attends: plan the pass, make room, turn the sinks.
+    def check_rows(self, rows: int) -> None:
+        """Raise UserError if the policy needs labels and a row has none."""
+        if self.policy.needs_labels and (len(self.rows) != rows or any(row.labels is None for row in self.rows)):
+            raise UserError(
+                f"{self.policy.name} needs labels from a dense run over the same text, and this cache was given "
+                "none: it works in evictbench's own runs and not in model.generate(...)."
+            )
 
-        new: the first layer's keys `[rows, kv_heads, queries, head_dim]`; real: which new tokens are not padding,
-        `[rows, queries]` bool, or None.
-        """
-        rows = new.shape[0]
-        if self.current is not None:
-            raise RuntimeError("The last forward pass through this cache did not finish; reset() it first.")
-        if not self.seen:
-            self.seen, self.held, self.prompts = [0] * rows, [0] * rows, [0] * rows
-            self.holes = [False] * rows
-            self.occupancy = [Occupancy() for _ in range(rows)]
-            self.known = self.known or [None] * rows
-            if self.policy.foresees and (len(self.known) != rows or None in self.known):
-                raise UserError(
-                    f"{self.policy.name} needs labels from a dense run over the same text, and this cache was given "
-                    "none: it works in evictbench's own runs and not in model.generate(...)."
-                )
-        if rows != len(self.seen):
-            raise RuntimeError(f"This cache holds {len(self.seen)} sequences and was given {rows}.")
-        step = Pass.plan(self, new.shape[2], real)
-        self._make_room(step, new)
-        if not step.single:
-            self.straighten()
-        elif self.shift is not None and not step.dense:
-            shifts = [max(0, seen - entries[0]) for seen, entries in zip(step.seen, step.entries, strict=True)]
-            self.count_bytes(self.shift.begin([layer.buffers.get("keys") for layer in self.layers], shifts))
-        self.current = step
-        return step
+    def plan(self, queries: int, counts: list[int], real: Tensor | None, ends_prompt: bool) -> ForwardPlan:
+        """Return the plan of the next pass, with the entries that each row has to lose."""
+        phase = "decode" if self.prompt_done else "prompt"
+        return ForwardPlan.make(
+            self.rows,
+            queries,
+            counts,
+            real,
+            allowance=self.allowance,
+            keep=lambda budget: self.policy.keep(budget, phase),  # type: ignore[arg-type]
+            changes=self.budget is not None and self.budget.tokens is None,
+            of_cache=self.policy.share_of == "cache",
+            dense=self.dense,
+            decodes=self.prompt_done,
+            ends_prompt=ends_prompt,
+        )
 
-    def write(self, layer: SlotLayer, keys: Tensor, values: Tensor, step: Pass) -> Entering:
-        """Put a layer's new entries into their slots, behind sinks that are turned for this step."""
+    def open(self, plan: ForwardPlan, keys: Tensor) -> None:
+        """Make room for a pass, and rotate the sinks for it."""
+        self._make_room(plan, keys)
+        if not plan.single:
+            self.compact()
+        elif self.shift is not None and not plan.dense:
+            held = [layer.buffers.get("keys") for layer in self.layers]
+            self.bytes.add(self.shift.begin(held, plan.sink_shifts()))
+
+    def attend(
+        self, layer: SlotLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+    ) -> Tensor:
+        """Write a layer's new entries, attend, show the policy its signals, and evict."""
+        step = self._view(layer, plan, self._write(layer, plan, keys, values))
+        if not self.eviction.prepares_last(plan):
+            self.policy.prepare(step)
+        expiry = self.eviction.expiry(plan, step)
+        attention = LayerAttention(
+            policy=self.policy,
+            layer=layer,
+            plan=plan,
+            step=step,
+            query=query,
+            scaling=scaling,
+            bias=visibility(plan, step, expiry, shared=len(self.placements) == 1),
+            shift=self.shift,
+            clock=self.clock,
+            unread=self.output_unread,
+        )
+        output = attention.run()
+        self.policy.observe(step)
+        self.eviction.after_layer(plan, step)
+        return output
+
+    def _write(self, layer: SlotLayer, plan: ForwardPlan, keys: Tensor, values: Tensor) -> NewEntries:
+        """Put a layer's new entries into their slots, behind sinks that are rotated for this pass."""
         placement = self.placement(layer.index)
         if not layer.buffers:
-            layer.resize(placement.positions.shape[0], placement.capacity, keys)
+            layer.resize(placement.positions.shape[0], placement.capacity, keys, self.dense and not self.prompt_done)
         if len(self.placements) > 1:
             placement.move_to(keys.device)
+        positions = plan.query_positions(keys.device)
         if layer.index == 0 or len(self.placements) > 1:
-            step.put(placement.positions, step.query_positions(keys.device)[:, None], placement.free)
+            plan.put(placement.positions, positions[:, None], placement.free)
             for name, tensor in placement.state.items():
-                step.put(tensor, placement.shared[name].fill, placement.free)
-        if self.shift is not None and step.single and (turned := self.shift.turned(layer.index)) is not None:
-            layer.buffers["keys"][: step.rows, :, : self.policy.sinks] = turned
-        entering = Entering(
+                plan.put(tensor, placement.shared[name].fill, placement.free)
+        if self.shift is not None and plan.single and (rotated := self.shift.rotated(layer.index)) is not None:
+            layer.buffers["keys"][: plan.rows, :, : self.policy.sinks] = rotated
+        entering = NewEntries(
             layer=layer.index,
             shape=self.shape,
-            positions=step.query_positions(keys.device),
+            positions=positions,
             keys=keys,
             values=values,
-            turning_back=self._turning_back(keys, step),
-            known=self._labels(layer.index, step.query_positions(keys.device)),
+            unrotate_angles=self._unrotate_angles(keys, plan),
+            labels=self._labels(layer.index, positions),
         )
-        layer.write(entering, step, placement.free.to(keys.device))
+        layer.write(self.policy, entering, plan, placement.free.to(keys.device))
         return entering
 
+    def _view(self, layer: SlotLayer, plan: ForwardPlan, entered: NewEntries) -> Step:
+        """One layer as the policy sees it."""
+        keys, placement = plan.in_use(layer.buffers["keys"]), self.placement(layer.index)
+        shared = {name: plan.in_use(tensor) for name, tensor in placement.state.items()}
+        shared |= {name: memory[: plan.rows] for name, memory in placement.memory.items()}
+        buffers, free = layer.buffers, placement.free
+
+        def place(name: str, value: Tensor) -> None:
+            tensor = buffers[name] if name in buffers else placement.state[name]
+            plan.put(tensor, value, free.to(tensor.device))
+
+        return Step(
+            layer=layer.index,
+            shape=self.shape,
+            positions=plan.in_use(placement.positions).to(keys.device),
+            keys=keys,
+            values=plan.in_use(buffers["values"]),
+            state={name: plan.in_use(buffers[name]) for name in layer.slot_tensors if name in buffers},
+            memory={name: memory[: plan.rows] for name, memory in layer.memory.items()},
+            entered=entered,
+            place=place,
+            query_positions=plan.query_positions(keys.device),
+            budgets=plan.budgets(keys.device),
+            steady=plan.steady,
+            shared=shared,
+            carried=self._carried,
+            dense=plan.dense,
+            ends_prompt=plan.ends_prompt,
+            cuts=plan.cuts,
+        )
+
     def _labels(self, layer: int, positions: Tensor) -> Tensor | None:
-        """The labels of entries at `positions` `[rows, new]`, NaN where there are none, for a policy that foresees."""
-        if not self.policy.foresees:
+        """The labels of entries at `positions` `[rows, new]`, NaN where there are none."""
+        if not self.policy.needs_labels:
             return None
         rows, new = positions.shape
-        known = torch.full((rows, self.shape.kv_heads, new), torch.nan, device=positions.device)
-        for row, labels in enumerate(self.known):
-            if labels is not None:
-                label, at = labels[layer].to(positions.device), positions[row].long()
-                last = label.shape[1] - 1
-                known[row] = label[:, at.clamp(0, last)].masked_fill((at < 0) | (at > last), torch.nan)
-        return known
+        labels = torch.full((rows, self.shape.kv_heads, new), torch.nan, device=positions.device)
+        for index, row in enumerate(self.rows):
+            if row.labels is not None:
+                own, at = row.labels[layer].to(positions.device), positions[index].long()
+                last = own.shape[1] - 1
+                labels[index] = own[:, at.clamp(0, last)].masked_fill((at < 0) | (at > last), torch.nan)
+        return labels
 
-    def _turning_back(self, keys: Tensor, step: Pass) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        if self.inv_freq is None or not self.policy.rotary:
+    def _unrotate_angles(self, keys: Tensor, plan: ForwardPlan) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        if self.inv_freq is None or not self.policy.needs_rope:
             return None
         if self.inv_freq.device != keys.device:
             self.inv_freq = self.inv_freq.to(keys.device)
-        return partial(step.turning_back, self.inv_freq, keys.dtype)
+        return partial(plan.unrotate_angles, self.inv_freq, keys.dtype)
 
-    def finish(self, layer: SlotLayer, step: Pass, view: Step) -> None:
-        """After a layer has attended: let the policy remember, evict, and close the pass after the last layer."""
-        self.policy.observe(view)
-        last = layer.index == self.shape.layers - 1
-        evict_after(self, layer, step, view, last)
-        if last:
-            self._close(step)
-
-    def _close(self, step: Pass) -> None:
-        for row, (after, target) in enumerate(zip(step.after, step.targets, strict=True)):
-            if step.single and self.prompt_done:
-                entries = step.entries[row][-2]
-                mean = self.policy.seen_of(after, entries, self.shape) + self.charged if self.policy.hides else None
-                self.occupancy[row].add(after + self.charged, mean)
-            self.holes[row] = step.one_out and target is not None
-            self.held[row] = after if target is None else target
-        self.seen = step.seen
-        self.columns += step.queries
-        self.prompt_done = self.prompt_done or step.ends_prompt
-        for layer in self.layers if self.prompt_done else ():
-            layer.forget_prompt()
+    def close(self, plan: ForwardPlan) -> None:
+        """After the last layer: count what decode queries saw, and free what only the prompt needed."""
+        masks = self.policy.masks_heads
+        for row, after, entries, target in zip(self.rows, plan.after, plan.entries, plan.targets, strict=True):
+            if plan.single and plan.decodes:
+                mean = self.policy.visible_entries(after, entries[-2], self.shape) + self.charged if masks else None
+                row.occupancy.add(after + self.charged, mean)
+            row.freed_slot = plan.one_out and target is not None
+        super().close(plan)
+        if self.prompt_done:
+            for layer in self.layers:
+                layer.end_prompt(keep_queries=self.policy.enforces_budget)
         if self.shift is not None:
             self.shift.end()
-        self.current = None
+        self.eviction.reset()
+        self._carried = {}
 
     # Room.
 
-    def _make_room(self, step: Pass, new: Tensor) -> None:
+    def _make_room(self, plan: ForwardPlan, keys: Tensor) -> None:
         """Slots for the pass: exactly as many as will be needed where that is known, else in blocks."""
-        rows = max(self.row_capacity or 0, step.rows)
-        needed = max(step.before) + step.queries
+        rows = max(self.row_capacity or 0, plan.rows)
+        needed = max(plan.before) + plan.queries
         if self.placements and self.layers[0].buffers:
             buffer = self.layers[0].buffers["keys"]
             if buffer.shape[2] >= needed and buffer.shape[0] >= rows:
                 return
-        bound = max(entries[-1] for entries in step.entries) - 1 + step.queries
-        fixed = self.budget is not None and self.budget.tokens is not None and self.policy.guarded
+        bound = max(entries[-1] for entries in plan.entries) - 1 + plan.queries
         if not self.prompt_done:
             length = self.prompt_length or needed
             wanted = length if self.dense else min(length, bound)
         else:
-            wanted = bound if fixed else -(-needed // GROWTH_BLOCK) * GROWTH_BLOCK
-        self.reserve(rows, max(needed, wanted), new)
+            wanted = bound if self.has_fixed_size else blocks(needed)
+        self.reserve(rows, max(needed, wanted), keys)
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """The budget is a number of entries, and the policy never holds more."""
+        return self.budget is not None and self.budget.tokens is not None and self.policy.enforces_budget
 
     def reserve(self, rows: int, capacity: int, like: Tensor) -> None:
-        """Make every buffer `rows` x `capacity`, keeping what is held. Layers without buffers make theirs when their
-        first keys arrive, on their own device; `like` gives the first device."""
+        """Make every buffer `rows` x `capacity`, keeping what is held.
+
+        Layers without buffers make theirs when their first keys arrive, on their own device; `like` gives the first
+        device.
+        """
         if not self.placements:
-            sets = self.shape.kv_heads if self.policy.shares == "head" else 1
-            count = 1 if self.policy.shares == "model" else self.shape.layers
-            self.placements = [Placement(sets, like.device, self.shared_tensors) for _ in range(count)]
+            sets = self.shape.kv_heads if self.policy.granularity == "head" else 1
+            count = 1 if self.policy.granularity == "model" else self.shape.layers
+            shared = self.policy.shared_state(self.shape)
+            self.placements += [Placement(sets, like.device, shared) for _ in range(count)]
         for placement in self.placements:
-            self.count_bytes(-placement.nbytes())
+            self.bytes.add(-placement.nbytes())
             placement.resize(rows, capacity)
-            self.count_bytes(placement.nbytes())
+            self.bytes.add(placement.nbytes())
         for layer in self.layers:
             if layer.buffers:
-                layer.resize(rows, capacity, layer.buffers["keys"])
+                layer.resize(rows, capacity, layer.buffers["keys"], self.dense and not self.prompt_done)
 
-    def straighten(self) -> None:
-        """Before a chunk: fill the holes that decode left, and put the sinks' keys back as they were cached."""
+    def compact(self) -> None:
+        """Before a chunk: fill the slots that decode has freed, and put the sinks' keys back as they were cached."""
         if self.shift is not None:
             self.shift.restore([layer.buffers.get("keys") for layer in self.layers])
-        if not any(self.holes):
+        if not any(row.freed_slot for row in self.rows):
             return
+        held = [row.held for row in self.rows]
         for layer in self.layers:
             placement = self.placement(layer.index)
             device = layer.buffers["keys"].device
-            free, held = placement.free[: len(self.held)].to(device), torch.tensor(self.held, device=device)
-            layer.close_holes(free, held)
+            free = placement.free[: len(held)].to(device)
+            layer.fill_freed_slots(free, torch.tensor(held, device=device))
         for placement in self.placements:
-            placement.close_holes(torch.tensor(self.held, device=placement.device))
-        self.holes = [False] * len(self.holes)
+            placement.fill_freed_slots(torch.tensor(held, device=placement.device))
+        for row in self.rows:
+            row.freed_slot = False
 
-    def _refuse_below_minimum(self, budget: int) -> None:
-        if budget < self.minimum:
-            raise UserError(
-                f"{self.policy.name} needs a budget of at least {self.minimum} entries on this model "
-                f"({self.minimum - 1} are protected or charged), not {budget}."
-            )
+    # Rows that come and go.
 
-    # What transformers may ask and a cache that evicts cannot do.
+    def admit(self, prompt: SlotCache) -> int:
+        """Copy the slots of a one-row cache, its policy's state included, into the next free row; returns that row."""
+        index = self.next_free_row()
+        prompt.compact()
+        self.prompt_done = True
+        (source_row,) = prompt.rows
+        held, like = source_row.held, prompt.layers[0].buffers["keys"]
+        if not (self.layers[0].buffers and self.layers[0].capacity > held):
+            entries = prompt.allowance(source_row, source_row.seen + 1) if self.has_fixed_size else 0
+            self.reserve(self.row_capacity or 1, entries if entries > held else blocks(held + 1), like)
+        for source, target in zip(prompt.layers, self.layers, strict=True):
+            placement = self.placement(target.index)
+            if not target.buffers:
+                keys = source.buffers["keys"]
+                if len(self.placements) > 1:
+                    placement.move_to(keys.device)
+                target.resize(self.row_capacity or 1, placement.capacity, keys, dense=False)
+            target.copy_row(source, 0, index, held)
+        for source_placement, placement in zip(prompt.placements, self.placements, strict=True):
+            placement.copy_row(source_placement, 0, index, held)
+            placement.free[index] = held
+        if self.shift is not None:
+            self.shift.drop_row(index)
+        labels = source_row.labels
+        if labels is not None and labels[0].shape[1] <= source_row.seen:
+            labels = None  # none is left for the tokens that come
+        self.rows.append(Sequence(source_row.seen, held, source_row.prompt, labels=labels))
+        return index
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """What transformers would size a mask by."""
-        return self.columns + query_length, 0
+    def release(self, row: int) -> None:
+        """End the sequence in a row: the slots of the last row are copied over it."""
+        last = len(self.rows) - 1
+        if row != last:
+            for layer in self.layers:
+                layer.copy_row(layer, last, row, layer.capacity)
+            for placement in self.placements:
+                placement.copy_row(placement, last, row, placement.capacity)
+            if self.shift is not None:
+                self.shift.move_row(last, row)
+        self.rows[row] = self.rows[last]
+        self.rows.pop()
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen, not kept; padding of a left-padded batch included."""
-        return self.columns
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beams would share evicted entries."""
-        raise UserError("Beam search is not supported under an eviction policy; sample or decode greedily.")
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Assisted decoding takes tokens back; what they evicted is gone."""
-        raise UserError("A cache that evicts cannot take tokens back; assisted decoding is not supported.")
+def blocks(slots: int) -> int:
+    """The number of slots that so many need, in whole blocks."""
+    return -(-slots // GROWTH_BLOCK) * GROWTH_BLOCK

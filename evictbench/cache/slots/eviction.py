@@ -1,9 +1,9 @@
-"""When what leaves is found: in decode for all layers at once, after the last of them has attended.
+"""What leaves the slots after a forward pass.
 
-The slot that an evicted entry leaves is wanted by the next token only, so that it can be found at the end of the pass;
-and one operation over all layers' heads costs little more than one over one layer's. What a policy says of its entries
-it says as soon as it has seen the layer's attention, or, where attention does not matter to it (`static`), at the end
-as well (`settle`).
+In decode one entry of every kept set leaves, and only the next token needs its slot. So the engine looks for it at the
+end of the pass, in many layers at once: one operation over all layers' heads costs little more than one over a single
+layer's. A policy scores its entries as soon as a layer has attended or, if attention does not matter to it (`static`),
+at the end of the pass too. After a chunk a layer's kept sets are cut to their size, and what stays moves to the front.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from evictbench.cache.selection import best, in_slot_order, worst
+from evictbench.policy.tiles import ELEMENTS_AT_ONCE
 
 if TYPE_CHECKING:
-    from evictbench.cache.forward_plan import Pass
-    from evictbench.cache.slots.cache import EvictionCache
+    from evictbench.cache.base import ByteCounter
+    from evictbench.cache.forward_plan import ForwardPlan
     from evictbench.cache.slots.layer import SlotLayer
+    from evictbench.cache.slots.placement import Placement
+    from evictbench.policy.base import Policy
     from evictbench.policy.step import Step
-
-
-ELEMENTS_AT_ONCE = 2**24
-"""Slots of so many layers are looked at together that they are about this many."""
 
 
 @dataclass(frozen=True)
@@ -37,116 +36,154 @@ class Scored:
     score: Tensor
 
 
-Layer = TypeVar("Layer", "Step", "Scored")
+LayerView = TypeVar("LayerView", "Step", "Scored")
 
 
-def evict_after(cache: EvictionCache, layer: SlotLayer, step: Pass, view: Step, last: bool) -> None:
-    """A layer has attended: evict now what can only be found now, and the rest after the last layer."""
-    if step.settles:
-        step.views.append(view)
-        if last:
-            _settle(cache, step)
-    elif cache.policy.shares == "model":
-        if last:
-            evict(cache, cache.layers, step, view)
-    elif step.cuts and step.one_out:
-        step.scored.append(Scored(layer.index, view.positions, cache.policy.score(view)))
-        if last:
-            for scored in _groups(step.scored):
-                _evict_one(cache, step, scored)
-    else:
-        evict(cache, [layer], step, view)
+class Eviction:
+    """Evicts from the slots of one cache.
 
+    layers: the cache's layers. placements: one for each layer, or one for the model. bytes: counts what is held. Within
+    a pass it remembers the layers' views or scores until the last layer has attended, and expiries by placement.
+    """
 
-def _settle(cache: EvictionCache, step: Pass) -> None:
-    """Let a static policy settle what came in, then evict from every layer. `step.views` has one view a layer."""
-    for views in _groups(step.views):
-        cache.policy.settle(views)
-        if step.cuts and step.one_out:
-            _evict_one(cache, step, [Scored(view.layer, view.positions, cache.policy.score(view)) for view in views])
+    def __init__(
+        self, policy: Policy, layers: Sequence[SlotLayer], placements: Sequence[Placement], bytes: ByteCounter
+    ) -> None:
+        self.policy = policy
+        self.layers = layers
+        self.placements = placements
+        self.bytes = bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """A pass has ended: forget what it left."""
+        self._steps: list[Step] = []
+        self._scored: list[Scored] = []
+        self._expiry: dict[int, Tensor] = {}
+
+    def prepares_last(self, plan: ForwardPlan) -> bool:
+        """Whether the policy prepares and scores all layers at the end of this pass (`Policy.prepare_layers`)."""
+        return plan.single and self.policy.static and self.policy.granularity == "head"
+
+    def expiry(self, plan: ForwardPlan, step: Step) -> Tensor | None:
+        """When entries expire within a chunk of a static policy, `[rows, sets, slots]`; None if none does."""
+        if not self.policy.static or not plan.cuts or plan.dense or plan.single:
+            return None
+        place = self._place(step.layer)
+        if place not in self._expiry:
+            self._expiry[place] = self.policy.expiry(step)
+        return self._expiry[place]
+
+    def after_layer(self, plan: ForwardPlan, step: Step) -> None:
+        """A layer has attended: evict what must be evicted now, and the rest after the last layer."""
+        last = step.layer == step.shape.layers - 1
+        if self.prepares_last(plan):
+            self._steps.append(step)
+            if last:
+                self._prepare_and_evict(plan)
+        elif self.policy.granularity == "model":
+            if last:
+                self._evict(plan, step, self.layers)
+        elif plan.cuts and plan.one_out:
+            self._scored.append(Scored(step.layer, step.positions, self.policy.score(step)))
+            if last:
+                for scored in _groups(self._scored):
+                    self._evict_one(plan, scored)
         else:
-            for view in views:
-                evict(cache, [cache.layers[view.layer]], step, view)
+            self._evict(plan, step, [self.layers[step.layer]])
+
+    def _prepare_and_evict(self, plan: ForwardPlan) -> None:
+        """Let a static policy prepare the new entries of all layers, then evict from each."""
+        for steps in _groups(self._steps):
+            self.policy.prepare_layers(steps)
+            if plan.cuts and plan.one_out:
+                self._evict_one(plan, [Scored(step.layer, step.positions, self.policy.score(step)) for step in steps])
+            else:
+                for step in steps:
+                    self._evict(plan, step, [self.layers[step.layer]])
+
+    def _evict(self, plan: ForwardPlan, step: Step, layers: Sequence[SlotLayer]) -> None:
+        """Cut the kept sets of these layers, which share one placement, to the pass's targets."""
+        placement = self.placements[self._place(step.layer)]
+        if not plan.cuts:
+            placement.free[: plan.rows] = plan.free_slots(placement.device)
+            return
+        expiry = self._expiry.get(self._place(step.layer))
+        if expiry is None and plan.one_out:
+            self._evict_one(plan, [Scored(step.layer, step.positions, self.policy.score(step))])
+            return
+        positions, device = step.positions, step.positions.device
+        score = kept = alive = None
+        if expiry is None:
+            score, kept = self.policy.score(step), self._protected(plan, positions)
+        else:
+            alive = (expiry.to(device) > plan.following(device)) & (positions >= 0)
+        for group, target in plan.groups():
+            rows = slice(0, plan.rows) if group is None else torch.tensor(group, device=device)
+            if alive is not None:
+                index = in_slot_order(alive[rows], target)
+            else:
+                assert score is not None
+                index = best(score[rows], positions[rows], None if kept is None else kept[rows], target)
+            capacity = _capacity_after_cut(plan, layers[0].capacity) if group is None else None
+            for layer in layers:
+                layer.compact(group, index.to(layer.buffers["keys"].device), capacity)
+            self.bytes.add(-placement.nbytes())
+            placement.compact(group, index.to(placement.device), capacity)
+            self.bytes.add(placement.nbytes())
+        placement.free[: plan.rows] = plan.free_slots(placement.device)
+
+    def _evict_one(self, plan: ForwardPlan, layers: Sequence[Scored]) -> None:
+        """In each of these layers, each row that is cut loses one entry of every kept set; the next token takes its
+        slot."""
+        positions = torch.cat([layer.positions for layer in layers], dim=1)
+        score = torch.cat([layer.score.expand(layer.positions.shape) for layer in layers], dim=1)
+        evicted = worst(score, positions, self._protected(plan, positions))
+        if not all(target is not None for target in plan.targets):
+            evicted = torch.where(plan.cut_rows(evicted.device), evicted, plan.free_slots(evicted.device))
+        sets = layers[0].positions.shape[1]
+        for layer, slots in zip(layers, evicted.split(sets, dim=1), strict=True):
+            self.placements[self._place(layer.layer)].free[: plan.rows] = slots
+
+    def _protected(self, plan: ForwardPlan, positions: Tensor) -> Tensor | None:
+        """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
+        device = positions.device
+        front = None if self.policy.sinks == 0 and plan.level else positions < self.policy.sinks
+        if not self.policy.recent(LARGE_BUDGET):
+            return front
+
+        def begins() -> Tensor:
+            recent = self.policy.recent(plan.budgets(device)[:, -1, None, None])
+            return (plan.following(device) - recent).to(torch.int32)
+
+        window = positions > plan.once("window", device, begins)
+        return window if front is None else front | window
+
+    def _place(self, layer: int) -> int:
+        """The number of a layer's placement."""
+        return layer if len(self.placements) > 1 else 0
 
 
-def _evict_one(cache: EvictionCache, step: Pass, layers: Sequence[Scored]) -> None:
-    """In each of these layers, each row that is cut loses one entry of every kept set, to the next token."""
-    positions = torch.cat([of.positions for of in layers], dim=1)
-    score = torch.cat([of.score.expand(of.positions.shape) for of in layers], dim=1)
-    evicted = worst(score, positions, protected(cache, step, positions))
-    if not all(target is not None for target in step.targets):
-        evicted = torch.where(step.cut_rows(evicted.device), evicted, step.free_slots(evicted.device))
-    sets = layers[0].positions.shape[1]
-    for of, part in zip(layers, evicted.split(sets, dim=1), strict=True):
-        cache.placement(of.layer).free[: step.rows] = part
+LARGE_BUDGET = 256
+"""A policy that protects no recent entries under a budget of this size protects none at all."""
 
 
-def _groups(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+def _groups(layers: Sequence[LayerView]) -> Iterator[list[LayerView]]:
     """Neighbouring layers on one device, not too many at once."""
-    group: list[Layer] = []
-    for of in layers:
-        size = (len(group) + 1) * of.positions.numel()
-        if group and (size > ELEMENTS_AT_ONCE or group[0].positions.device != of.positions.device):
+    group: list[LayerView] = []
+    for layer in layers:
+        size = (len(group) + 1) * layer.positions.numel()
+        if group and (size > ELEMENTS_AT_ONCE or group[0].positions.device != layer.positions.device):
             yield group
             group = []
-        group.append(of)
+        group.append(layer)
     if group:
         yield group
 
 
-def evict(cache: EvictionCache, layers: list[SlotLayer], step: Pass, view: Step) -> None:
-    """Cut what these layers, which share one placement, hold to the pass's targets."""
-    placement = cache.placement(layers[0].index)
-    rows = step.rows
-    if not step.cuts:
-        placement.free[:rows] = step.free_slots(placement.device)
-        return
-    positions, device = view.positions, view.positions.device
-    deadlines = step.deadlines.get(placement)
-    if deadlines is not None:
-        deadlines = deadlines.to(device)
-    else:
-        score, kept = cache.policy.score(view), protected(cache, step, positions)
-        if step.one_out:
-            evicted = worst(score, positions, kept)
-            if not all(target is not None for target in step.targets):
-                evicted = torch.where(step.cut_rows(device), evicted, step.free_slots(device))
-            placement.free[:rows] = evicted
-            return
-    for group, target in step.groups():
-        chosen = slice(0, rows) if group is None else torch.tensor(group, device=device)
-        if deadlines is None:
-            index = best(score[chosen], positions[chosen], None if kept is None else kept[chosen], target)
-        else:
-            alive = (deadlines > step.following(device)) & (positions >= 0)
-            index = in_slot_order(alive[chosen], target)
-        capacity = _capacity_after_cut(cache, step, layers[0].capacity) if group is None else None
-        for layer in layers:
-            layer.compact(group, index.to(layer.buffers["keys"].device), capacity)
-        cache.count_bytes(-placement.nbytes())
-        placement.compact(group, index.to(placement.device), capacity)
-        cache.count_bytes(placement.nbytes())
-    placement.free[:rows] = step.free_slots(placement.device)
-
-
-def protected(cache: EvictionCache, step: Pass, positions: Tensor) -> Tensor | None:
-    """Sinks, the recent window and empty slots: `[rows, sets, slots]` bool; None where there are none."""
-    device = positions.device
-    front = None if cache.policy.sinks == 0 and step.level else positions < cache.policy.sinks
-    if not cache.has_recent:
-        return front
-
-    def begins() -> Tensor:
-        recent = cache.policy.recent(step.budgets(device)[:, -1, None, None])
-        return (step.following(device) - recent).to(torch.int32)
-
-    window = positions > step.once("window", device, begins)
-    return window if front is None else front | window
-
-
-def _capacity_after_cut(cache: EvictionCache, step: Pass, now: int) -> int | None:
+def _capacity_after_cut(plan: ForwardPlan, now: int) -> int | None:
     """Slots of the buffers that replace a prompt's, so that its memory is freed; None: cut in place."""
-    if step.single or not (cache.prompt_done or step.ends_prompt):
+    if plan.single or not (plan.decodes or plan.ends_prompt):
         return None
-    capacity = max(entries[-1] for entries in step.entries)
+    capacity = max(entries[-1] for entries in plan.entries)
     return capacity if capacity < now else None

@@ -1,4 +1,4 @@
-"""Which position lies in which slot, the state that is held once for it, and which slots survive a cut."""
+"""Which position lies in which slot, and the state that all who share a kept set hold once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from evictbench.policy.step import MemoryTensor, SlotTensor
-
-EMPTY = -1
+from evictbench.policy.step import EMPTY, MemoryTensor, SlotTensor
 
 
 class Placement:
-    """The slots of one layer, or of the whole model where the kept set is shared by it.
+    """The positions in the slots of one layer, or of the whole model if it shares one kept set.
 
-    positions: `[rows, sets, capacity]` int32, EMPTY where nothing lies. Slot order carries no meaning, except that
-    filled slots are slots 0..held-1 of a row between cuts.
+    positions: `[rows, sets, capacity]` int32, EMPTY where nothing lies. The order of slots carries no meaning, but a
+    row's filled slots are its first ones, except for one slot that decode has freed.
     free: `[rows, sets]` int64, the slot that the next decode token takes.
-    state: the policy's shared tensors that travel with the entries, `[rows, sets, capacity, ...]`; memory: those that
-    do not, `[rows, sets, ...]`.
+    state: the policy's shared tensors that travel with the entries, `[rows, sets, capacity(, width)]`. memory: those
+    that do not, `[rows, sets, *size]`. shared: how they are declared.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies: with its layer, or with the model's first."""
+        """The device of its layer, or of the model's first layer."""
         return self.positions.device
 
     def move_to(self, device: torch.device) -> None:
@@ -91,8 +89,8 @@ class Placement:
                 self.state[name] = old.new_zeros((*old.shape[:2], capacity, *old.shape[3:]))
             self.state[name][rows, :, :kept_slots] = kept
 
-    def close_holes(self, held: Tensor) -> None:
-        """Move the entry of slot `held` `[rows]` into the free slot, where those differ."""
+    def fill_freed_slots(self, held: Tensor) -> None:
+        """Move the entry in slot `held` `[rows]` into the free slot, where those differ."""
         rows = held.shape[0]
         positions, target = self.positions[:rows], self.free[:rows, :, None]
         source = held.view(rows, 1, 1).expand(target.shape)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from distilled import weights
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest_tensor import LargestTensor
+from random_distillcache_weights import weights
 
 from evictbench.cache.kernels import TILE_ELEMENTS
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.generation.fidelity import Text, evaluate
 from evictbench.policies.distillcache import DistillCache
@@ -37,7 +36,7 @@ def generate(model: Any, policy: Any, prompts: list[list[int]], budget: Any, new
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    cache = EvictionCache(model, policy, budget, prompt_length=longest)
+    cache = new_cache(model, policy, budget, prompt_length=longest)
     out = model.generate(
         padded, attention_mask=real, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0, **given
     )
@@ -84,7 +83,7 @@ def test_the_cache_read_to_the_letter_in_a_padded_batch() -> None:
         alone, own = generate(model, ranked(length="cache"), [prompt], "75%", 12)
         assert together[row] == alone[0]
         assert cache.kept(0, row).tolist() == own.kept(0).tolist()
-    assert cache.held[:2] == [31, 31]
+    assert [row.held for row in cache.rows[:2]] == [31, 31]
 
 
 @pytest.mark.parametrize("budget", [55, 1000, "100%"])
@@ -106,7 +105,7 @@ def test_the_least_budget_and_a_prompt_of_one_token(budget: int) -> None:
     model = tiny_model()
     answers, cache = generate(model, ranked(), [[5], random_tokens(9)], budget, 12)
     assert cache.kept(0, 0).shape == (1, budget - 1)
-    assert [one.largest for one in cache.occupancy] == [budget, budget]
+    assert [row.occupancy.largest for row in cache.rows] == [budget, budget]
     assert generate(model, ranked(), [[5]], budget, 12)[0] == answers[:1]
 
 
@@ -119,19 +118,6 @@ def test_impossible_settings_are_refused(given: dict[str, Any], sentence: str) -
         DistillCache.Config(**given)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the elements of the largest tensor that any operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("chunk", [64, 4096])
 def test_no_tensor_is_the_prompt_squared(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the prompt makes the largest tensor about twice as large: whole prompts at once, or in chunks."""
@@ -140,7 +126,7 @@ def test_no_tensor_is_the_prompt_squared(chunk: int, monkeypatch: pytest.MonkeyP
     sizes = []
     for length in (256, 512, 1024):
         model, tokens = tiny_model(), random_tokens(length)
-        cache = EvictionCache(model, ranked(), 24, prompt_length=length)
+        cache = new_cache(model, ranked(), 24, prompt_length=length)
         with LargestTensor() as mode, torch.no_grad():
             for start in range(0, length, chunk):
                 part = tokens[start : start + chunk]

@@ -1,4 +1,4 @@
-"""DistillCache's hybrid against its twin: which entries each head goes on to see, the logits, and wrong versions."""
+"""DistillCache's hybrid: what each KV head saw, against a dense pass with those masks, and what it comes to."""
 
 from __future__ import annotations
 
@@ -6,144 +6,159 @@ from typing import Any
 
 import pytest
 import torch
-from distilled import policy_of
-from engine import run_case
-from hypothesis import HealthCheck, Phase, assume, given, settings
-from test_distillcache_twin import ROUNDING
+from random_distillcache_weights import weights
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from twin_comparison import forward
 
-from evictbench.policies.distillcache import DistillCache, hybrid
-from evictbench.policy import ModelShape, Step
-from twin.cases import Case
-from twin.distillcache import distillcache_cases
+from evictbench.cache.base import KVCache
+from evictbench.cache.new_cache import new_cache
+from evictbench.errors import UserError
+from evictbench.generation.fidelity import Text, evaluate
+from evictbench.policies.distillcache import DistillCache, Settings
+from evictbench.policies.distillcache.hybrid import entries_for_others
+from evictbench.policies.full import Full
+from evictbench.policy import ModelShape, Policy, Step
+from evictbench.policy.budget import Budget
+from twin.distillcache import random_ranker
+from twin.tiny import random_tokens, tiny_model
+
+LAYERS, KV_HEADS, GROUP = 5, 2, 2
+PROMPT, QUESTION, NEW = 90, 6, 12
+HEADS, FULL = LAYERS * KV_HEADS, LAYERS * KV_HEADS // 5
 
 
-class Showing(DistillCache):
-    """Keeps what each (layer, KV head) sees after each pass that ranked."""
+def small_model() -> Any:
+    return tiny_model("qwen3", 3, layers=LAYERS, kv_heads=KV_HEADS, groups=GROUP)
 
-    def __init__(self, config: Any = None) -> None:
-        super().__init__(config)
-        self.shown: dict[int, dict[tuple[int, int], list[int]]] = {}
 
-    def _hide(self, step: Step) -> None:
-        super()._hide(step)
-        positions, hidden, full = (
-            tensor[0, 0].tolist() for tensor in (step.positions, step.shared["hidden"], step.shared["full"])
+class Watched(DistillCache):
+    """Keeps what was hidden in every pass: layer, query positions, entry positions, `[kv_heads, slots]`; and the
+    attention of the first pass after which something is lost, with what is lost."""
+
+    def __init__(self) -> None:
+        super().__init__(Settings(heads="hybrid"))
+        self.use(weights(random_ranker(1)), ModelShape(LAYERS, KV_HEADS * GROUP, KV_HEADS, 16))
+        self.masks: list[tuple[int, list[int], list[int], Tensor]] = []
+
+    def head_mask(self, step: Step) -> Tensor:
+        found = super().head_mask(step)
+        self.masks.append((step.layer, step.query_positions[0].tolist(), step.positions[0, 0].tolist(), found[0]))
+        return found
+
+
+def read(model: Any, policy: Policy, budget: str | None, chunk: int, prefill: Any) -> tuple[Tensor, KVCache]:
+    """A prompt in chunks, a question, token by token: all logits."""
+    tokens = random_tokens(PROMPT + QUESTION + NEW, 5)
+    cache = new_cache(model, policy, budget, prefill=prefill, prompt_length=PROMPT)
+    out = [forward(model, cache, tokens[start : min(start + chunk, PROMPT)]) for start in range(0, PROMPT, chunk)]
+    out.append(forward(model, cache, tokens[PROMPT : PROMPT + QUESTION]))
+    out += [forward(model, cache, [token]) for token in tokens[PROMPT + QUESTION :]]
+    return torch.cat(out), cache
+
+
+def visibility(policy: Watched) -> Tensor:
+    """`[layers, kv_heads, queries, tokens]` bool."""
+    length = PROMPT + QUESTION + NEW
+    visible = torch.ones(LAYERS, KV_HEADS, length, length, dtype=torch.bool).tril()
+    for layer, queries, entries, hidden in policy.masks:
+        for slot, entry in enumerate(entries):
+            for query in queries if entry >= 0 else ():
+                visible[layer, :, query, entry] &= ~hidden[:, slot]
+    return visible
+
+
+@pytest.mark.parametrize(("chunk", "prefill"), [(PROMPT, "native"), (13, "native"), (9, "bounded")])
+@pytest.mark.parametrize("budget", ["25%", "50%"])
+def test_heads_see_what_they_are_said_to_see(budget: str, chunk: int, prefill: Any) -> None:
+    model, policy = small_model(), Watched()
+    logits, cache = read(model, policy, budget, chunk, prefill)
+    visible = visibility(policy)
+
+    def masked(layer: int, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        mask = visible[layer].repeat_interleave(GROUP, 0)[None]
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+    tokens = torch.tensor([random_tokens(PROMPT + QUESTION + NEW, 5)])
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, dense_attention=masked, use_cache=False).logits[0]
+    torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+
+    counts = visible.sum(-1).flatten(0, 1)
+    occupancies = []
+    for query in range(PROMPT + QUESTION, PROMPT + QUESTION + NEW):
+        held = counts[:, query].tolist()
+        allowed = Budget.parse(budget).at(PROMPT, query + 1)
+        assert held.count(query + 1) == FULL
+        assert len(set(held) - {query + 1}) == 1
+        assert min(held) == (allowed * HEADS - (query + 1) * FULL) // (HEADS - FULL)
+        occupancies.append(sum(held) / HEADS)
+        assert allowed - 1 < occupancies[-1] <= allowed
+        # The others share one set.
+        sets = visible[:, :, query].flatten(0, 1)[torch.tensor(held) < query + 1]
+        assert bool((sets == sets[0]).all())
+    seen = cache.rows[0].occupancy
+    assert seen.steps == NEW
+    assert seen.total == pytest.approx(sum(occupancies))
+    assert seen.largest == PROMPT + QUESTION + NEW
+
+
+def test_the_heads_that_keep_everything_give_most_to_what_is_lost() -> None:
+    model, policy = small_model(), Watched()
+    read(model, policy, "50%", PROMPT, "native")
+    lost = ~visibility(policy)[:, :, PROMPT, :PROMPT]
+    chosen = ~lost.any(-1)
+    given = torch.zeros(LAYERS, KV_HEADS)
+    dropped = lost.flatten(0, 1).any(0)
+
+    def watch(layer: int, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> None:
+        logits = query @ key.repeat_interleave(GROUP, 1).transpose(-1, -2) * scaling
+        future = torch.ones(PROMPT, PROMPT, dtype=torch.bool).triu(1)
+        probs = logits.masked_fill(future, -torch.inf).softmax(-1)
+        given[layer] = probs[0].sum(1)[:, dropped].sum(-1).view(KV_HEADS, GROUP).sum(-1).float()
+
+    with torch.no_grad():
+        model(input_ids=torch.tensor([random_tokens(PROMPT, 5)]), dense_attention=watch, use_cache=False)
+    most = given.flatten().topk(FULL).indices.sort().values
+    assert chosen.flatten().nonzero().flatten().tolist() == most.tolist()
+
+
+def test_all_of_the_text_is_the_full_cache() -> None:
+    model = small_model()
+    ours, _ = read(model, Watched(), "100%", 13, "native")
+    full, _ = read(model, Full(), None, 13, "native")
+    torch.testing.assert_close(ours, full, atol=1e-9, rtol=0)
+
+
+def test_rows_together_see_what_each_sees_alone() -> None:
+    model, policy = small_model(), Watched()
+    texts = [
+        Text(row, tuple(random_tokens(40 + 17 * row, row)), tuple(random_tokens(4 + 3 * row, 100 + row)))
+        for row in range(4)
+    ]
+    alone = evaluate(model, policy, Budget.parse("60%"), texts, batch_size=1)
+    together = evaluate(model, policy, Budget.parse("60%"), texts, batch_size=3, chunk=11)
+    for one, other in zip(alone, together, strict=True):
+        assert one.metrics["kl"] > 1e-5
+        assert [token.kl for token in one.divergence] == pytest.approx(
+            [token.kl for token in other.divergence], abs=1e-7
         )
-        shape = step.shape
-        self.shown[int(step.query_positions[0, -1]) + 1] = {
-            divmod(head, shape.kv_heads): sorted(
-                position
-                for position, gone in zip(positions, hidden, strict=True)
-                if position >= 0 and (full[head] or not gone)
-            )
-            for head in range(shape.layers * shape.kv_heads)
-        }
 
 
-def compare(case: Case, cls: type[Showing] = Showing) -> int:
-    """How many sets were compared that hide something."""
-    twin = case.trace()
-    assume(twin.closest >= ROUNDING)
-    policy = policy_of(case, cls)
-    assert isinstance(policy, Showing)
-    ours = run_case(case, policy)
-    assert ours.tokens == twin.tokens
-    hiding = 0
-    for seen, sets in policy.shown.items():
-        wanted = twin.kept[seen]
-        assert sets == wanted, seen
-        hiding += any(len(positions) < seen for positions in wanted.values())
-    for position, logits in ours.logits.items():
-        torch.testing.assert_close(logits, twin.logits[position], atol=1e-9, rtol=0)
-    return hiding
+def test_places_of_the_others() -> None:
+    """(r - .2) / .8 where a fifth of the heads is a whole number."""
+    shape = ModelShape(5, 6, 3, 16)
+    for held in (100, 1000, 4096):
+        assert entries_for_others(held // 2, held, shape) == (held // 2 * 15 - 3 * held) // 12
+    assert entries_for_others(250, 1000, shape) == pytest.approx((0.25 - 0.2) / 0.8 * 1000, abs=1)
 
 
-def test_policy_equals_its_twin() -> None:
-    hiding = 0
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(case=distillcache_cases(hybrid=True))
-    def run(case: Case) -> None:
-        nonlocal hiding
-        hiding += compare(case)
-
-    run()
-    assert hiding > 20
+@pytest.mark.parametrize("budget", ["20%", "5%", "64"])
+def test_a_budget_that_leaves_nothing_is_refused(budget: str) -> None:
+    with pytest.raises(UserError, match=f"takes 20% of the text: give a budget in percent above that, not {budget}"):
+        new_cache(small_model(), Watched(), budget)
 
 
-class NobodyFull(Showing):
-    """No head sees what is hidden."""
-
-    def hidden(self, step: Step) -> Any:
-        return step.shared["hidden"].expand(-1, step.shape.kv_heads, -1)
-
-
-class ComesBack(Showing):
-    """What was hidden is ranked again."""
-
-    def _hide(self, step: Step) -> None:
-        step.shared["hidden"].zero_()
-        super()._hide(step)
-
-
-class ChoosesAgain(Showing):
-    """The heads that see everything are others after every pass."""
-
-    def _hide(self, step: Step) -> None:
-        step.shared["full"].zero_()
-        super()._hide(step)
-
-
-class PlaceAmongAll(Showing):
-    """What is hidden counts in the place."""
-
-    def features(self, step: Step) -> Any:
-        numbers = super().features(step)
-        from evictbench.policies.distillcache.features import places
-
-        numbers[..., 4] = places(step.positions[:, 0])
-        return numbers
-
-
-class NextLayersHeads(Showing):
-    """Another layer's heads see everything."""
-
-    def hidden(self, step: Step) -> Any:
-        shape = step.shape
-        full = step.shared["full"][:, 0].roll(shape.kv_heads, dims=-1)
-        first = step.layer * shape.kv_heads
-        return step.shared["hidden"] & ~full[:, first : first + shape.kv_heads, None]
-
-
-@pytest.mark.parametrize("wrong", [NobodyFull, ComesBack, ChoosesAgain, PlaceAmongAll, NextLayersHeads])
-def test_a_wrong_policy_is_found(wrong: type[Showing]) -> None:
-    @settings(
-        max_examples=60,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=distillcache_cases(hybrid=True))
-    def run(case: Case) -> None:
-        compare(case, wrong)
-
-    with pytest.raises(AssertionError):
-        run()
-
-
-@pytest.mark.parametrize(("layers", "kv_heads"), [(2, 2), (5, 1), (3, 4), (30, 3), (36, 8)])
-@pytest.mark.parametrize("share", [0.21, 0.25, 0.5])
-def test_the_mean_over_heads_is_the_budget(layers: int, kv_heads: int, share: float) -> None:
-    """And r' = (r - .2) / .8 where a fifth of the heads is a whole number of them."""
-    shape = ModelShape(layers, kv_heads, kv_heads, 16)
-    heads, full = layers * kv_heads, hybrid.full_heads(shape)
-    assert full == heads // 5
-    for seen in (400, 1000, 5000):
-        budget = int(share * seen)
-        others = hybrid.left_for_others(budget, seen, shape)
-        mean = (full * seen + (heads - full) * others) / heads
-        assert budget - 1 < mean <= budget
-        if heads % 5 == 0:
-            assert others == pytest.approx((share - 0.2) / 0.8 * seen, abs=2)
+def test_the_two_options_exclude_each_other() -> None:
+    with pytest.raises(UserError, match="leave out length=cache"):
+        Settings(length="cache", heads="hybrid")

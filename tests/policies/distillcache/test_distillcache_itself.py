@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from distilled import SHAPE, weights
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_distillcache_weights import SHAPE, weights
+from twin_comparison import examples
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policy import Step
 from twin import distillcache as twin
@@ -31,7 +32,7 @@ ALL = st.one_of(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(15)
 @given(case=ALL)
 def test_a_masked_dense_forward_says_the_same(case: Case) -> None:
     """The cut after the last layer, chunk by chunk, against one pass under the recorded visibility."""
@@ -82,7 +83,7 @@ def test_features_of_a_model_in_less_precision(dtype: torch.dtype) -> None:
     model: Any = copy.deepcopy(exact).to(dtype)
     policy = Showing()
     policy.use(weights(random_ranker(0)), SHAPE)
-    cache = EvictionCache(model, policy, 40)
+    cache = new_cache(model, policy, 40)
     with torch.no_grad():
         model(input_ids=torch.tensor([prompt]), past_key_values=cache)
     positions, found = policy.shown

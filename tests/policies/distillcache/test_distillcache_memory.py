@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from distilled import weights
+from random_distillcache_weights import weights
+from twin_comparison import forward
 
-from evictbench.cache.slots.cache import EvictionCache
-from evictbench.generation.batching import admit
+from evictbench.cache.base import KVCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.features import RECENT
 from evictbench.policies.streaming_llm import StreamingLLM
@@ -24,20 +24,12 @@ def small_model() -> Any:
     return tiny_model("llama", 1, layers=LAYERS, kv_heads=KV_HEADS, groups=GROUP)
 
 
-def feed(model: Any, cache: EvictionCache, tokens: list[int]) -> None:
-    start = cache.seen[0] if cache.seen else 0
-    positions = torch.arange(start, start + len(tokens))[None]
-    with torch.no_grad():
-        model(input_ids=torch.tensor([tokens]), position_ids=positions, past_key_values=cache)
-    assert cache.nbytes() == cache.bytes_held
-
-
-def read(policy: Policy, prefill: Any, chunk: int) -> EvictionCache:
+def read(policy: Policy, prefill: Any, chunk: int) -> KVCache:
     model = small_model()
-    cache = EvictionCache(model, policy, BUDGET, prefill=prefill, prompt_length=PROMPT)
+    cache = new_cache(model, policy, BUDGET, prefill=prefill, prompt_length=PROMPT)
     tokens = random_tokens(PROMPT, 2)
     for start in range(0, PROMPT, chunk):
-        feed(model, cache, tokens[start : start + chunk])
+        forward(model, cache, tokens[start : start + chunk])
     return cache
 
 
@@ -69,9 +61,9 @@ def test_sums_of_each_head_are_held_for_a_dense_prompt_alone() -> None:
 
 def test_a_decode_cache_makes_room_for_none_of_it() -> None:
     policy, model = distillcache(), small_model()
-    together = EvictionCache(model, policy, BUDGET, rows=2)
+    together = new_cache(model, policy, BUDGET, rows=2)
     for _ in range(2):
-        admit(together, read(policy, "dense", 11))
+        together.admit(read(policy, "dense", 11))
     for layer in together.layers:
         assert sorted(layer.buffers) == ["keys", "values"]
     assert together.nbytes() == together.bytes_held

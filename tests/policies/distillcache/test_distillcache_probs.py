@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench.cache import attention
-from evictbench.cache.slots.cache import EvictionCache
-from evictbench.policy import Policy, Shares, Step
+from evictbench.cache.new_cache import new_cache
+from evictbench.policy import Granularity, Policy, Step, tiles
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
 
@@ -25,9 +24,9 @@ class Watcher(Policy):
     paper = "-"
     signals = frozenset({"recent_probs"})
 
-    def __init__(self, shares: Shares, parts: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, shares: Granularity, parts: tuple[tuple[int, int], ...]) -> None:
         super().__init__()
-        self.shares = shares
+        self.granularity = shares
         self.parts = parts
         self.shown: list[tuple[Tensor, Tensor]] = []
 
@@ -46,12 +45,12 @@ class Watcher(Policy):
 @pytest.mark.parametrize("parts", [((LAST, 0),), ((2, 4), (1, 3), (3, 0))])
 @pytest.mark.parametrize("shares", ["head", "layer", "model"])
 def test_rows_are_those_of_a_masked_dense_forward(
-    shares: Shares, parts: Any, tile: int, monkeypatch: pytest.MonkeyPatch
+    shares: Granularity, parts: Any, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(attention.TILE_ELEMENTS, "cpu", tile)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", tile)
     model = tiny_model("qwen3", 2, layers=3, kv_heads=2, groups=3)
     policy = Watcher(shares, parts)
-    cache = EvictionCache(model, policy, 12, prompt_length=20)
+    cache = new_cache(model, policy, 12, prompt_length=20)
     tokens = random_tokens(34)
     saw: dict[tuple[int, int, int], list[int]] = {}
     passes = [range(0, 11), range(11, 20), range(20, 24), *(range(n, n + 1) for n in range(24, 32)), range(32, 34)]
@@ -88,7 +87,7 @@ def test_padding_has_no_rows() -> None:
     model = tiny_model(layers=2, kv_heads=2, groups=2)
     prompts = [random_tokens(9, 1), random_tokens(4, 2)]
     policy = Watcher("model", ((LAST, 0),))
-    cache = EvictionCache(model, policy, 30)
+    cache = new_cache(model, policy, 30)
     padded = torch.tensor([prompts[0], [0] * 5 + prompts[1]])
     real = torch.tensor([[1] * 9, [0] * 5 + [1] * 4])
     with torch.no_grad():

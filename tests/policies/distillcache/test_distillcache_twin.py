@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from distilled import policy_of, tensors
-from engine import run_case
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_twins import check
+from random_distillcache_weights import policy_of, tensors
+from twin_comparison import check, examples, run_case
 
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.distillcache.network import Ranker
@@ -27,13 +26,13 @@ ROUNDING = 1e-4
 
 
 @pytest.mark.engine
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(50)
 @given(case=distillcache_cases())
 def test_policy_equals_its_twin(case: Case) -> None:
     check(case, policy_of(case), exact=ROUNDING)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(8)
 @given(case=distillcache_cases(long=True))
 def test_policy_equals_its_twin_where_the_ring_is_full(case: Case) -> None:
     check(case, policy_of(case), exact=ROUNDING)
@@ -58,7 +57,7 @@ def test_features_equal_the_loops() -> None:
     """The five numbers themselves, at the prompt, at a question and at decode steps."""
     compared: dict[str, int] = {}
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(20)
     @given(case=st.one_of(distillcache_cases(), distillcache_cases(long=True)))
     def run(case: Case) -> None:
         for stage, entries in compare_features(case).items():

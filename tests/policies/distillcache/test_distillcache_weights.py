@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from distilled import SHAPE, tensors
-from fakes import installed
+from fake_plugin_fixtures import installed
+from random_distillcache_weights import SHAPE, tensors
 from torch import Tensor
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.evaluation import plan
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.models import policy_weights
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policies.kvpop import KVpop
@@ -40,13 +40,13 @@ def saved(folder: Path, changes: Callable[[dict[str, Tensor]], Any] = lambda ten
 
 
 def found(folder: Path, shape: ModelShape = SHAPE, sha256: str = "abc") -> policy_weights.Weights:
-    return policy_weights.find(DistillCache(), str(folder), "second", sha256, shape)
+    return policy_weights.find(DistillCache(), str(folder), "second", lambda: sha256, shape)
 
 
 def test_saved_weights_rank_as_they_did(tmp_path: Path) -> None:
     policy = DistillCache()
     policy.use(found(saved(tmp_path)), SHAPE)
-    cache = EvictionCache(tiny_model(), policy, 12)
+    cache = new_cache(tiny_model(), policy, 12)
     tiny_model()(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
     assert cache.kept(0).shape == (1, 11)
 
@@ -91,12 +91,12 @@ def test_weights_of_another_kind_are_refused(changes: Any, tmp_path: Path) -> No
 
 def test_those_of_another_policy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="those of distillcache, not of kvpop"):
-        policy_weights.find(KVpop(), str(saved(tmp_path)), "second", "abc", SHAPE)
+        policy_weights.find(KVpop(), str(saved(tmp_path)), "second", lambda: "abc", SHAPE)
 
 
 def test_without_weights_nothing_is_ranked() -> None:
     model = tiny_model()
-    cache = EvictionCache(model, DistillCache(), 12)
+    cache = new_cache(model, DistillCache(), 12)
     with pytest.raises(UserError, match=r"needs trained weights"):
         model(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
 
@@ -117,7 +117,7 @@ def test_half_precision_is_enough(tmp_path: Path) -> None:
     for one in (whole, halved):
         policy = DistillCache()
         policy.use(one, SHAPE)
-        cache = EvictionCache(tiny_model(), policy, 12)
+        cache = new_cache(tiny_model(), policy, 12)
         tiny_model()(input_ids=torch.tensor([random_tokens(30)]), past_key_values=cache)
         kept.append(set(cache.kept(0)[0].tolist()))
     assert len(kept[0] & kept[1]) >= 10
@@ -130,7 +130,7 @@ def test_a_run_says_whose_weights_it_used(tmp_path: Path) -> None:
     folder = saved(tmp_path / "weights", base_model=_of(first))
 
     def identity(model: Path) -> dict[str, Any]:
-        settings = Settings(
+        settings = RunSettings(
             policy="distillcache",
             suite="toy",
             budget="16",
@@ -138,7 +138,7 @@ def test_a_run_says_whose_weights_it_used(tmp_path: Path) -> None:
             out=tmp_path / "runs",
             weights=str(folder),
         )
-        found: dict[str, Any] = plan.make_plan(settings).identity["policy"]["weights"]
+        found: dict[str, Any] = plan.make_plan(settings).fingerprint["policy"]["weights"]
         return found
 
     assert "transferred_from" not in identity(first)
@@ -146,7 +146,10 @@ def test_a_run_says_whose_weights_it_used(tmp_path: Path) -> None:
 
 
 def _of(model: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
     from evictbench.models import load
 
-    sha256 = load.weights_hash(load.resolve(str(model)))
-    return {"name": "first", "sha256": sha256, "shape": policy_weights.shape_data(SHAPE)}
+    source = load.resolve(str(model))
+    shape = ModelShape.of(AutoConfig.from_pretrained(model))
+    return {"name": "first", "sha256": load.weights_hash(source), "shape": policy_weights.shape_data(shape)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from evictbench.cache.paged.cache import PagedCache, allotted
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
@@ -58,12 +58,13 @@ def test_tighter_than_the_table_is_refused() -> None:
 
 def test_entries_are_a_share_of_the_stated_length_or_of_the_prompt() -> None:
     policy = trained()
-    assert allotted(policy, Budget(tokens=500), 1000) == policy.allot(0.5, 1000)
-    assert allotted(policy, Budget(tokens=1000), 1000) == OFF
+    assert policy.threshold(Budget(tokens=500), 1000) == policy.allot(0.5, 1000)
+    assert policy.threshold(Budget(tokens=1000), 1000) == OFF
+    assert policy.threshold(None, 1000) == OFF
     policy.stated_length = 2000
-    assert allotted(policy, Budget(tokens=1000), 100) == policy.allot(0.5, 2000)
-    assert allotted(policy, Budget(share=0.5), 100) == policy.allot(0.5, 2000)
-    assert allotted(policy, Budget(tokens=1500), 3000) == policy.allot(0.5, 3000)
+    assert policy.threshold(Budget(tokens=1000), 100) == policy.allot(0.5, 2000)
+    assert policy.threshold(Budget(share=0.5), 100) == policy.allot(0.5, 2000)
+    assert policy.threshold(Budget(tokens=1500), 3000) == policy.allot(0.5, 3000)
 
 
 def test_the_card_says_what_no_setting_does() -> None:
@@ -90,14 +91,14 @@ def test_a_checkpoint_brings_its_gate_window_and_share() -> None:
     assert policy.borrowed
     assert policy.reach == 512
     assert policy.sinks == 0
-    assert policy.taps == {"pre_rope_queries"}
+    assert policy.hooks == {"pre_rope_queries"}
     assert policy.allot(0.125, 20_000) == 0.0
     with pytest.raises(UserError, match=r"trained to keep 12.5% of a text"):
         policy.allot(0.25, 20_000)
     separate = DMS()
     separate.fit(checkpoint(dms_window_size=512, dms_separate_alpha=True))
     assert separate.learned
-    assert separate.taps == {"residual"}
+    assert separate.hooks == {"residual"}
     assert not DMS(Settings(window=4)).fit(checkpoint())
     shared = DMS(Settings(alpha_per="layer"))
     shared.fit(checkpoint(dms_window_size=16, dms_cr=4))
@@ -138,10 +139,14 @@ def test_a_table_that_is_not_rising_keeps_its_rising_part() -> None:
     assert table.thresholds == (1.0, 2.0)
 
 
-def test_without_hooks_the_model_is_not_run() -> None:
-    model = tiny_model("llama")
+def test_a_part_of_the_model_that_no_hook_reads_is_not_run() -> None:
+    model: Any = tiny_model("llama")
     policy = DMS()
     policy.use(weights(), ModelShape.of(model.config))
-    cache = PagedCache(model, policy, "100%")
-    with pytest.raises(RuntimeError, match=r"inside `with cache.listening\(\):`"):
-        model(input_ids=torch.tensor([random_tokens(4)]), past_key_values=cache, use_cache=True)
+    cache = new_cache(model, policy, "100%")
+    hidden = model.model.embed_tokens(torch.tensor([random_tokens(4)]))
+    rotation = model.model.rotary_emb(hidden, position_ids=torch.arange(4)[None])
+    with pytest.raises(RuntimeError, match="reads residual, which this model did not pass on"):
+        model.model.layers[0].self_attn(
+            hidden_states=hidden, position_embeddings=rotation, attention_mask=None, past_key_values=cache
+        )

@@ -40,8 +40,9 @@ def dms(weights: Weights, model: Any, **settings: Any) -> DMS:
 
 
 def texts() -> list[Text]:
+    """Prompts and what follows; read in chunks of 17 the last prompt has one token left over."""
     made = []
-    for key, (prompt, following) in enumerate([(40, 30), (64, 5), (80, 50), (50, 1), (45, 20)]):
+    for key, (prompt, following) in enumerate([(40, 30), (64, 5), (80, 50), (50, 1), (52, 20)]):
         tokens = tuple(random_tokens(prompt + following, seed=key))
         made.append(Text(key, tokens[:prompt], tokens[prompt:]))
     return made

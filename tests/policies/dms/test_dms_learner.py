@@ -18,7 +18,7 @@ from evictbench.policies.dms.learner import DMSLearner, noise
 from evictbench.policies.dms.recipe import Recipe
 from evictbench.policy import ModelShape
 from evictbench.policy.learner import Batch, Training
-from evictbench.train.distillation import distance
+from evictbench.train.distillation import divergence
 from evictbench.train.sparse_attention import attend_visible
 
 WINDOW, LENGTH, SINKS = 5, 24, 2
@@ -78,7 +78,7 @@ def test_soft_mask_against_loops(model: Any) -> None:
         torch.randn(1, heads, LENGTH, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
     )
     z = torch.randn(1, 2, LENGTH, generator=generator, dtype=torch.float64) * 3
-    output = attend_visible(query, key, value, learner.softly(torch.nn.functional.logsigmoid(-z)), 0.25)
+    output = attend_visible(query, key, value, learner.soft_mask(torch.nn.functional.logsigmoid(-z)), 0.25)
     for head in range(4):
         for i in range(LENGTH):
             logits = []
@@ -119,7 +119,7 @@ def test_the_divergence_against_whole_logits_in_both_directions(model: Any) -> N
     student.requires_grad_()
     head = model.get_output_embeddings()
     for direction in ("forward", "reverse"):
-        found = distance(model, teacher, student, direction)
+        found = divergence(model, teacher, student, direction)
         (slope,) = torch.autograd.grad(found, student)
         p, q = head(teacher).log_softmax(-1), head(student).log_softmax(-1)
         p, q = (p, q) if direction == "forward" else (q, p)
@@ -149,9 +149,9 @@ def test_the_whole_loss_against_a_pass_with_explicit_masks(model: Any) -> None:
                 output[0, head, i] = logits.softmax(-1) @ value[0, head // 2, : i + 1]
         return output
 
-    from evictbench.cache.hooks import tapped
+    from evictbench.cache.hooks import hooked
 
-    with torch.no_grad(), tapped(model, {"residual"}, lambda layer, name, hidden: inputs.__setitem__(layer, hidden)):
+    with torch.no_grad(), hooked(model, {"residual"}, lambda layer, name, hidden: inputs.__setitem__(layer, hidden)):
         student = model(input_ids=tokens(), use_cache=False, dense_attention=attend).logits
     teacher = model(input_ids=tokens(), use_cache=False).logits
     reached = SINKS + WINDOW + 1
@@ -239,13 +239,13 @@ def _exact(learner: DMSLearner, model: Any) -> float:
 
     def spy(model: Any, teacher: Tensor, student: Tensor, direction: Any) -> Tensor:
         kept.append((teacher, student))
-        return distance(model, teacher, student, direction)
+        return divergence(model, teacher, student, direction)
 
-    vars(module)["distance"] = spy
+    vars(module)["divergence"] = spy
     try:
         learner.loss(batch(model))
     finally:
-        vars(module)["distance"] = distance
+        vars(module)["divergence"] = divergence
     head = model.get_output_embeddings()
     p, q = (head(states).log_softmax(-1) for states in kept[0])
     return float((p.exp() * (p - q)).sum(-1).mean())
@@ -305,7 +305,7 @@ def test_calibration_against_loops(model: Any) -> None:
 
 def _seen(model: Any, gate: SeparateGate, text: Tensor, threshold: float) -> tuple[float, float, float]:
     """Share seen by the queries of the second half, share kept beyond the window, and divergence there."""
-    from evictbench.cache.hooks import tapped
+    from evictbench.cache.hooks import hooked
 
     inputs: dict[int, Tensor] = {}
     shares: list[float] = []
@@ -326,7 +326,7 @@ def _seen(model: Any, gate: SeparateGate, text: Tensor, threshold: float) -> tup
                 beyond.extend(not marked[t] for t in range(SINKS, LENGTH) if LENGTH - 1 - t > WINDOW)
         return output
 
-    with torch.no_grad(), tapped(model, {"residual"}, lambda layer, name, hidden: inputs.__setitem__(layer, hidden)):
+    with torch.no_grad(), hooked(model, {"residual"}, lambda layer, name, hidden: inputs.__setitem__(layer, hidden)):
         student = model(input_ids=text, use_cache=False, dense_attention=attend).logits
         teacher = model(input_ids=text, use_cache=False).logits
     p, q = (logits[0, LENGTH // 2 :].log_softmax(-1) for logits in (teacher, student))

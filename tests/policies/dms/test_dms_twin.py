@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from twin_comparison import check_rows_that_come_and_go, examples, forward, forward_in_parts, generate_padded, kept
 
-from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.allotment import Calibration
 from evictbench.policies.dms.gate import SeparateGate
-from evictbench.policy import ModelShape
+from evictbench.policy import ModelShape, NewEntries
 from twin.dms import borrowed, sees, separate_marks
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
@@ -26,7 +27,7 @@ THRESHOLD = 0.0
 class Told(DMS):
     """DMS whose gate says what it is told, by layer, KV head and position."""
 
-    taps = frozenset()  # type: ignore[assignment]
+    hooks = frozenset()  # type: ignore[assignment]
 
     def __init__(self, marks: torch.Tensor, window: int, sinks: int = 0) -> None:
         super().__init__(Settings(window=window, sinks=sinks))
@@ -35,9 +36,9 @@ class Told(DMS):
     def allot(self, share: float, length: int) -> float:
         return float("inf") if share >= 1 else THRESHOLD
 
-    def expiry(self, arriving: Any) -> torch.Tensor:
-        marks = self.marks[arriving.layer][:, arriving.positions.long().clamp(min=0)].transpose(0, 1)
-        return super().expiry(replace(arriving, read=marks.float()))
+    def expiry(self, entries: NewEntries) -> torch.Tensor:
+        marks = self.marks[entries.layer][:, entries.positions.long().clamp(min=0)].transpose(0, 1)
+        return super().expiry(replace(entries, activation=marks.float()))
 
 
 def random_marks(layers: int, kv_heads: int, length: int, share: float, seed: int) -> torch.Tensor:
@@ -45,34 +46,8 @@ def random_marks(layers: int, kv_heads: int, length: int, share: float, seed: in
     return torch.rand((layers, kv_heads, length), generator=generator) < share
 
 
-def feed(model: Any, cache: PagedCache, tokens: list[int]) -> torch.Tensor:
-    start = cache.seen[0] if cache.seen else 0
-    with torch.no_grad(), cache.listening():
-        return model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.arange(start, start + len(tokens))[None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[0]
-
-
-def run(model: Any, cache: PagedCache, tokens: list[int], parts: list[int]) -> torch.Tensor:
-    """Logits of every token, fed in parts of these sizes and the rest one by one."""
-    logits, start = [], 0
-    for size in [*parts, *[1] * len(tokens)]:
-        if start < len(tokens):
-            logits.append(feed(model, cache, tokens[start : start + size]))
-            start += size
-            assert cache.nbytes() == cache.bytes_held
-    return torch.cat(logits)
-
-
-def kept(cache: PagedCache, layer: int, head: int, row: int = 0) -> list[int]:
-    return [position for position in cache.kept(layer, row)[head].tolist() if position >= 0]
-
-
 @pytest.mark.engine
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(
     length=st.integers(1, 60),
     parts=st.lists(st.integers(1, 40), max_size=4),
@@ -92,8 +67,8 @@ def test_marks_decide_what_is_seen(
     def mark(layer: int, head: int, position: int) -> bool:
         return bool(marks[layer, head, position])
 
-    cache = PagedCache(model, Told(marks, window, sinks), "50%", prompt_length=parts[0] if parts else 1)
-    ours = run(model, cache, tokens, parts)
+    cache = new_cache(model, Told(marks, window, sinks), "50%", prompt_length=parts[0] if parts else 1)
+    ours = forward_in_parts(model, cache, tokens, parts)
     twin = dense_forward(model, tokens, lambda layer, head, q: sees(mark, layer, head, q, window, sinks))
     torch.testing.assert_close(ours, twin.logits, atol=1e-9, rtol=0)
     # What the next query can see of the past, whose last token is still undecided.
@@ -121,7 +96,7 @@ def gate_weights(hidden: int, seed: int, layers: int = 2, kv_heads: int = 2) -> 
 
 
 @pytest.mark.engine
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(10)
 @given(length=st.integers(1, 50), parts=st.lists(st.integers(1, 30), max_size=3), seed=st.integers(0, 5))
 def test_the_separate_gate_reads_each_layers_input(length: int, parts: list[int], seed: int) -> None:
     model = tiny_model("llama")
@@ -133,8 +108,8 @@ def test_the_separate_gate_reads_each_layers_input(length: int, parts: list[int]
     assert isinstance(gate, SeparateGate)
     policy._gate = SeparateGate(gate.weight.double(), gate.bias.double(), gate.epsilon)
     policy._calibration = Calibration.published(2)
-    cache = PagedCache(model, policy, "50%", prompt_length=parts[0] if parts else 1)
-    ours = run(model, cache, tokens, parts)
+    cache = new_cache(model, policy, "50%", prompt_length=parts[0] if parts else 1)
+    ours = forward_in_parts(model, cache, tokens, parts)
     marks = separate_marks(
         model,
         tokens,
@@ -158,9 +133,9 @@ def test_the_borrowed_gate_reads_a_channel_and_takes_it_away(kind: Any, parts: l
     model = tiny_model(kind)
     tokens = random_tokens(48, 3)
     policy = DMS(Settings(window=5, gate="borrowed"))
-    cache = PagedCache(model, policy, "100%", prompt_length=parts[0] if parts else 1)
+    cache = new_cache(model, policy, "100%", prompt_length=parts[0] if parts else 1)
     policy.allot = lambda share, length: 0.0  # type: ignore[method-assign]
-    ours = run(model, cache, tokens, parts)
+    ours = forward_in_parts(model, cache, tokens, parts)
     marks, logits = borrowed(model, tokens, threshold=0.0, window=5)
     assert 0 < sum(marks.values()) < len(marks)
     torch.testing.assert_close(ours, logits, atol=1e-9, rtol=0)
@@ -172,21 +147,21 @@ def test_a_budget_of_everything_evicts_nothing() -> None:
     marks = torch.ones((2, 2, 60), dtype=torch.bool)
     full = dense_forward(model, tokens).logits
     for budget in ("100%", 50, 500):
-        cache = PagedCache(model, Told(marks, 3), budget, prompt_length=30)
-        torch.testing.assert_close(run(model, cache, tokens, [30]), full, atol=1e-9, rtol=0)
-    cut = PagedCache(model, Told(marks, 3), 20, prompt_length=30)
-    assert not torch.allclose(run(model, cut, tokens, [30]), full, atol=1e-3)
+        cache = new_cache(model, Told(marks, 3), budget, prompt_length=30)
+        torch.testing.assert_close(forward_in_parts(model, cache, tokens, [30]), full, atol=1e-9, rtol=0)
+    cut = new_cache(model, Told(marks, 3), 20, prompt_length=30)
+    assert not torch.allclose(forward_in_parts(model, cut, tokens, [30]), full, atol=1e-3)
 
 
 def test_a_freed_slot_takes_the_next_entry() -> None:
     model = tiny_model("llama")
     marks = torch.ones((2, 2, 300), dtype=torch.bool)
-    cache = PagedCache(model, Told(marks, 16), "50%", prompt_length=20)
-    run(model, cache, random_tokens(40), [20])
+    cache = new_cache(model, Told(marks, 16), "50%", prompt_length=20)
+    forward_in_parts(model, cache, random_tokens(40), [20])
     pool = cache.layers[0].pool
     assert pool is not None
     held = pool.pages
-    run(model, cache, random_tokens(200, seed=1), [])
+    forward_in_parts(model, cache, random_tokens(200, seed=1), [])
     assert pool.pages == held
     assert all(len(table) == 2 for table in pool.tables)
     assert kept(cache, 0, 0) == list(range(240 - 16, 240))
@@ -197,8 +172,8 @@ def test_occupancy_is_what_the_heads_of_decode_queries_saw() -> None:
     length, prompt, window = 70, 40, 4
     marks = random_marks(2, 2, length + 1, 0.6, 1)
     marks[0, 0] = False
-    cache = PagedCache(model, Told(marks, window), "50%", prompt_length=prompt)
-    run(model, cache, random_tokens(length), [25, 15])
+    cache = new_cache(model, Told(marks, window), "50%", prompt_length=prompt)
+    forward_in_parts(model, cache, random_tokens(length), [25, 15])
 
     def mark(layer: int, head: int, position: int) -> bool:
         return bool(marks[layer, head, position])
@@ -207,7 +182,7 @@ def test_occupancy_is_what_the_heads_of_decode_queries_saw() -> None:
         [len(sees(mark, layer, head, query, window)) for layer in range(2) for head in range(2)]
         for query in range(prompt, length)
     ]
-    seen = cache.occupancy[0]
+    seen = cache.rows[0].occupancy
     assert seen.steps == length - prompt
     assert seen.largest == max(map(max, counts)) == length
     assert seen.total == pytest.approx(sum(sum(heads) / 4 for heads in counts))
@@ -217,78 +192,37 @@ def test_left_padded_batches_in_generate() -> None:
     model = tiny_model("llama")
     marks = random_marks(2, 2, 200, 0.7, 5)
     prompts = [random_tokens(9, 1), random_tokens(31, 2), random_tokens(1, 3)]
-    alone = []
-    for prompt in prompts:
-        cache = PagedCache(model, Told(marks, 5), "50%")
-        with cache.listening():
-            out = model.generate(
-                torch.tensor([prompt]), past_key_values=cache, max_new_tokens=20, do_sample=False, pad_token_id=0
-            )
-        alone.append(out[0, len(prompt) :].tolist())
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+    def answers(some: list[list[int]], **options: Any) -> list[list[int]]:
+        return generate_padded(model, new_cache(model, Told(marks, 5), "50%"), some, **options)
+
+    alone = [answers([prompt])[0] for prompt in prompts]
     for chunk in (None, 8):
-        cache = PagedCache(model, Told(marks, 5), "50%")
-        with cache.listening():
-            out = model.generate(
-                ids,
-                attention_mask=mask,
-                past_key_values=cache,
-                max_new_tokens=20,
-                do_sample=False,
-                pad_token_id=0,
-                prefill_chunk_size=chunk,
-            )
-        assert out[:, longest:].tolist() == alone
+        assert answers(prompts, prefill_chunk_size=chunk) == alone
 
 
 def test_rows_come_and_go() -> None:
-    from evictbench.generation.batching import admit, release
-
     model = tiny_model("llama")
     marks = random_marks(2, 2, 400, 0.7, 7)
     texts = [random_tokens(n, n) for n in (100, 41, 73, 160, 25)]
     prompts = [40, 5, 60, 90, 20]
-    expected = [
-        run(model, PagedCache(model, Told(marks, 6), "50%", prompt_length=p), text, [p])
-        for text, p in zip(texts, prompts, strict=True)
-    ]
-    cache = PagedCache(model, Told(marks, 6), "50%", rows=2)
-    waiting, active = list(range(len(texts))), []
-    while waiting or active:
-        while waiting and len(active) < 2:
-            index = waiting.pop(0)
-            prompt = PagedCache(model, Told(marks, 6), "50%", prompt_length=prompts[index])
-            feed(model, prompt, texts[index][: prompts[index]])
-            assert admit(cache, prompt) == len(active)
-            active.append(index)
-        tokens = [[texts[index][cache.seen[row]]] for row, index in enumerate(active)]
-        with torch.no_grad():
-            logits = model(
-                input_ids=torch.tensor(tokens),
-                position_ids=torch.tensor(cache.seen)[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[:, 0]
-        for row, index in enumerate(active):
-            torch.testing.assert_close(logits[row], expected[index][cache.seen[row] - 1], atol=1e-9, rtol=0)
-        assert cache.nbytes() == cache.bytes_held
-        for row in range(len(active) - 1, -1, -1):
-            if cache.seen[row] == len(texts[active[row]]):
-                release(cache, row)
-                active[row] = active[-1]
-                active.pop()
+    check_rows_that_come_and_go(
+        model,
+        lambda length: new_cache(model, Told(marks, 6), "50%", prompt_length=length),
+        new_cache(model, Told(marks, 6), "50%", rows=2),
+        texts,
+        prompts,
+    )
 
 
 def test_bytes_are_within_15_percent_of_the_entries_kept() -> None:
     model = tiny_model("llama", head_dim=64, kv_heads=4, groups=1)
     marks = torch.rand((2, 4, 900), generator=torch.Generator().manual_seed(0)) < torch.linspace(0.4, 0.9, 4)[:, None]
-    cache = PagedCache(model, Told(marks, 64), "50%", prompt_length=600)
+    cache = new_cache(model, Told(marks, 64), "50%", prompt_length=600)
     tokens = random_tokens(800)
-    run(model, cache, tokens[:600], [256, 256, 88])
+    forward_in_parts(model, cache, tokens[:600], [256, 256, 88])
     for token in tokens[600:]:
-        feed(model, cache, [token])
+        forward(model, cache, [token])
         entries = sum(len(kept(cache, layer, head)) for layer in range(2) for head in range(4))
         size = 2 * 64 * 8
         assert entries / 8 >= 150

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_dms_twin import Told, random_marks, run
+from test_dms_twin import Told, random_marks
+from twin_comparison import forward_in_parts
 
 import evictbench.policies.dms as dms
-from evictbench.cache.paged.cache import PagedCache
-from evictbench.cache.paged.pool import NEVER
+from evictbench.cache.new_cache import new_cache
+from evictbench.policy import NEVER
 from twin.dms import sees
 from twin.model import dense_forward
 from twin.tiny import random_tokens, tiny_model
 
-Governed = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
-right: Governed = dms.governed
+ExpiryOfMarks = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
+right: ExpiryOfMarks = dms.expiry_of_marks
 
 
 def not_shifted(marks: torch.Tensor, positions: torch.Tensor, sinks: int, window: int) -> torch.Tensor:
@@ -56,7 +57,7 @@ def differs(parts: list[int]) -> bool:
     def mark(layer: int, head: int, position: int) -> bool:
         return bool(marks[layer, head, position])
 
-    ours = run(model, PagedCache(model, Told(marks, window, sinks), "50%", prompt_length=20), tokens, parts)
+    ours = forward_in_parts(model, new_cache(model, Told(marks, window, sinks), "50%", prompt_length=20), tokens, parts)
     twin = dense_forward(model, tokens, lambda layer, head, q: sees(mark, layer, head, q, window, sinks)).logits
     return not torch.allclose(ours, twin, atol=1e-9, rtol=0)
 
@@ -65,8 +66,8 @@ def differs(parts: list[int]) -> bool:
 @pytest.mark.parametrize(
     "wrong", [not_shifted, forgotten_at_the_edge, one_later, one_earlier, one_sink_more, heads_swapped]
 )
-def test_the_twin_catches(wrong: Governed, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_twin_catches(wrong: ExpiryOfMarks, parts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not differs(parts)
-    monkeypatch.setattr(dms, "governed", wrong)
+    monkeypatch.setattr(dms, "expiry_of_marks", wrong)
     # With all tokens in one pass there is no edge at which to forget.
     assert differs(parts) == (wrong is not forgotten_at_the_edge or parts != [40])

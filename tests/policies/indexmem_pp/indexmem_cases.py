@@ -13,7 +13,7 @@ from torch import Tensor
 from twin.indexmem_pp_run import Rules, Run, Starts, Told
 from twin.tiny import random_tokens, tiny_model
 
-Worth = Literal["spread", "ties", "equal", "one_flat"]
+Scores = Literal["spread", "ties", "equal", "one_flat"]
 LAYERS = 2
 
 
@@ -29,7 +29,7 @@ class Case:
     length: int
     question: int
     chunk: int
-    worth: Worth
+    scores: Scores
 
     def model(self) -> Any:
         return tiny_model(self.kind, self.seed % 3, LAYERS, self.kv_heads, self.groups)
@@ -49,19 +49,19 @@ class Case:
         borders = sorted({*borders, *range(self.context + self.question, self.length), self.length})
         return list(itertools.pairwise(borders))
 
-    def worths(self) -> tuple[Tensor, Tensor]:
+    def scores_and_rates(self) -> tuple[Tensor, Tensor]:
         """Scores and rates, `[layers, kv_heads, tokens]`; sums of them with whole distances are exact in float32."""
         generator = torch.Generator().manual_seed(self.seed)
         size = (LAYERS, self.kv_heads, self.length)
-        highest = 2 if self.worth == "ties" else 64
+        highest = 2 if self.scores == "ties" else 64
         scores = torch.randint(0, highest, size, generator=generator) / 8
         falls = torch.randint(0, 4, size, generator=generator)
-        if self.worth == "ties":
+        if self.scores == "ties":
             falls = falls // 3
-        if self.worth == "equal":
+        if self.scores == "equal":
             scores, falls = torch.full_like(scores, 0.25), torch.ones_like(falls)
             falls[:] = 0
-        if self.worth == "one_flat":
+        if self.scores == "one_flat":
             scores[:, 0], falls[:, 0] = 1.0, 0
         return scores, -2048.0 * falls
 
@@ -73,12 +73,12 @@ def first_ones(layer: int, kv_head: int, evicted: int) -> list[int]:
 
 def told(case: Case, run: type[Run] = Run, starts: Starts = first_ones) -> Told:
     """What the twin says of a case."""
-    scores, rates = case.worths()
+    scores, rates = case.scores_and_rates()
 
-    def judge(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
+    def score_and_rate(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
         return float(scores[layer, kv_head, position]), float(rates[layer, kv_head, position])
 
-    twin = run(case.model(), judge, case.rules, starts, case.length)
+    twin = run(case.model(), score_and_rate, case.rules, starts, case.length)
     for begin, end in case.parts:
         twin.read(case.tokens[begin:end])
     return twin.told()
@@ -90,7 +90,7 @@ def cases(
     prefill: tuple[Any, ...] = ("native", "dense", "bounded"),
     centroids: tuple[int, ...] = (0, 1, 3),
     question: int = 8,
-    worths: tuple[Any, ...] = ("spread", "ties", "equal", "one_flat"),
+    scores: tuple[Any, ...] = ("spread", "ties", "equal", "one_flat"),
     approximate: bool = True,
 ) -> Case:
     """Lengths up to 60, one-token prompts, budgets from the least to more than the text."""
@@ -123,5 +123,5 @@ def cases(
         length=length,
         question=min(draw(st.integers(0, question)), length - context),
         chunk=draw(st.integers(1, 40)),
-        worth=draw(st.sampled_from(worths)),
+        scores=draw(st.sampled_from(scores)),
     )

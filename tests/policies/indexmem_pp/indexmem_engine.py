@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from indexmem_cases import Case, told
 from torch import Tensor
+from twin_comparison import forward, kept
 
-from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.paged.head_budget import HeadBudgetCache
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.centroids import starts
-from evictbench.policy import Arriving
+from evictbench.policy import NewEntries
 from twin.indexmem_pp_run import Run, Told
 
 
 class ToldScores(IndexMem):  # type: ignore[misc, unused-ignore]
     """IndexMem++ whose scores and rates are tables `[layers, kv_heads, tokens]`, by position."""
 
-    taps: frozenset[Any] = frozenset()  # type: ignore[assignment, unused-ignore]
+    hooks: frozenset[Any] = frozenset()  # type: ignore[assignment, unused-ignore]
 
     def __init__(self, config: Any, scores: Tensor, rates: Tensor) -> None:
         super().__init__(config)
         self.table = torch.stack((scores, rates), dim=-1)
 
-    def judge(self, arriving: Arriving) -> Mapping[str, Tensor]:
-        at = arriving.positions.long().clamp(min=0)
-        return {"score": self.table[arriving.layer][:, at].transpose(0, 1)}
-
-    def judge_together(self, arriving: Sequence[Arriving]) -> Mapping[str, Tensor]:
-        return {"score": torch.stack([self.judge(one)["score"] for one in arriving])}
+    def features(self, entries: NewEntries) -> Mapping[str, Tensor]:
+        at = entries.positions.long().clamp(min=0)
+        return {"score": self.table[entries.layer][:, at].transpose(0, 1)}
 
 
 def policy_of(case: Case, cls: type[ToldScores] = ToldScores) -> ToldScores:
@@ -43,7 +41,7 @@ def policy_of(case: Case, cls: type[ToldScores] = ToldScores) -> ToldScores:
         floor=rules.floor,
         deadlines=rules.deadlines,
     )
-    return cls(config, *case.worths())
+    return cls(config, *case.scores_and_rates())
 
 
 def budget_of(case: Case) -> int | str:
@@ -51,8 +49,8 @@ def budget_of(case: Case) -> int | str:
     return budget if isinstance(budget, int) else f"{budget * 100:g}%"
 
 
-def new_cache(case: Case, policy: IndexMem | None = None, **settings: Any) -> PagedCache:
-    return PagedCache(
+def cache_of(case: Case, policy: IndexMem | None = None, **settings: Any) -> HeadBudgetCache:
+    return HeadBudgetCache(
         case.model(),
         policy or policy_of(case),
         budget_of(case),
@@ -61,30 +59,12 @@ def new_cache(case: Case, policy: IndexMem | None = None, **settings: Any) -> Pa
     )
 
 
-def feed(model: Any, cache: PagedCache, tokens: list[int]) -> Tensor:
-    """Logits of one sequence's next tokens, `[tokens, vocabulary]`."""
-    start = cache.seen[0] if cache.seen else 0
-    with torch.no_grad(), cache.listening():
-        logits: Tensor = model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.arange(start, start + len(tokens))[None],
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[0]
-    return logits
-
-
-def kept(cache: PagedCache, layer: int, head: int, row: int = 0) -> list[int]:
-    """Without centroids, ascending."""
-    return [position for position in cache.kept(layer, row)[head].tolist() if position >= 0]
-
-
-def counts(cache: PagedCache, layer: int, head: int, row: int = 0) -> list[int]:
+def counts(cache: HeadBudgetCache, layer: int, head: int, row: int = 0) -> list[int]:
     """How many entries each centroid of a head stands for."""
     pool = cache.layers[layer].pool
     if pool is None:
         return []
-    found = pool.beside["counts"][cache.owners(row)[head]]
+    found = pool.owner_tensors["counts"][cache.owners(row)[head]]
     return [int(count) for count in found[found > 0]]
 
 
@@ -100,12 +80,11 @@ def twin_of(case: Case, run: type[Run] = Run) -> Told:
 def check(case: Case, cls: type[ToldScores] = ToldScores, run: type[Run] = Run) -> None:
     """The same logits, kept positions, centroids and occupancy, after every pass."""
     twin = twin_of(case, run)
-    cache = new_cache(case, policy_of(case, cls))
+    cache = cache_of(case, policy_of(case, cls))
     measured: list[list[int]] = []
     for begin, end in case.parts:
-        logits = feed(case.model(), cache, case.tokens[begin:end])
+        logits = forward(case.model(), cache, case.tokens[begin:end])
         torch.testing.assert_close(logits, twin.logits[begin:end], atol=1e-9, rtol=0)
-        assert cache.nbytes() == cache.bytes_held
         # What the policy holds is already what the next query sees.
         for (layer, head), seen in twin.seen[end].items() if end < case.length else ():
             assert kept(cache, layer, head) == seen[:-1], (end, layer, head)
@@ -113,7 +92,7 @@ def check(case: Case, cls: type[ToldScores] = ToldScores, run: type[Run] = Run) 
                 assert counts(cache, layer, head) == twin.counts[end][layer, head], (end, layer, head)
         if begin >= case.context and end == begin + 1:
             measured.append([len(seen) + len(twin.counts[begin][at]) for at, seen in twin.seen[begin].items()])
-    occupancy = cache.occupancy[0]
+    occupancy = cache.rows[0].occupancy
     assert occupancy.steps == len(measured)
     assert occupancy.largest == max(map(max, measured), default=0)
     assert abs(occupancy.total - sum(sum(heads) / len(heads) for heads in measured)) < 1e-6

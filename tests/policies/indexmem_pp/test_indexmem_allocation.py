@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from twin_comparison import assert_found, examples
 
 from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp import allocation
@@ -27,15 +28,15 @@ def some(heads: int, slots: int, seed: int, spread: float) -> tuple[Tensor, Tens
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn((heads, slots), generator=generator, dtype=torch.float64)
     mass = (logits * (spread * torch.rand((heads, 1), generator=generator, dtype=torch.float64) + 0.2)).softmax(-1)
-    worth = torch.randn((heads, slots), generator=generator)
+    scores = torch.randn((heads, slots), generator=generator)
     kept = torch.rand((heads, slots), generator=generator) < torch.rand(heads, 1, generator=generator)
-    return mass, worth, kept
+    return mass, scores, kept
 
 
-def lists(mass: Tensor, worth: Tensor, kept: Tensor) -> tuple[list[list[float]], list[float]]:
+def lists(mass: Tensor, scores: Tensor, kept: Tensor) -> tuple[list[list[float]], list[float]]:
     """The masses of what competes, best first, and the mass of what stays, by head."""
     masses, pinned = [], []
-    for m, w, k in zip(mass.tolist(), worth.tolist(), kept.tolist(), strict=True):
+    for m, w, k in zip(mass.tolist(), scores.tolist(), kept.tolist(), strict=True):
         free = sorted((slot for slot in range(len(m)) if not k[slot]), key=lambda slot: (-w[slot], slot))
         masses.append([m[slot] for slot in free])
         pinned.append(sum(m[slot] for slot in range(len(m)) if k[slot]))
@@ -53,18 +54,18 @@ sizes = given(
 
 
 def check(allocate: Allocate, heads: int, slots: int, seed: int, spread: float, share: float, floor: int) -> None:
-    mass, worth, kept = some(heads, slots, seed, spread)
-    masses, pinned = lists(mass, worth, kept)
+    mass, scores, kept = some(heads, slots, seed, spread)
+    masses, pinned = lists(mass, scores, kept)
     has = [len(head) for head in masses]
     total = int(share * sum(has))
     floor = min(floor, total // heads)
-    found = allocate(mass, worth, kept, total=total, floor=floor)
+    found = allocate(mass, scores, kept, total=total, floor=floor)
     assert found.dtype == torch.int64
     assert found.tolist() == fill_by_mass(masses, pinned, total, [floor] * heads)
 
 
 @pytest.mark.engine
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(100)
 @sizes
 def test_budgets_equal_their_definition(
     heads: int, slots: int, seed: int, spread: float, share: float, floor: int
@@ -72,7 +73,7 @@ def test_budgets_equal_their_definition(
     check(mass_budgets, heads, slots, seed, spread, share, floor)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(50)
 @sizes
 def test_it_is_one_mass_that_all_retain(
     heads: int, slots: int, seed: int, spread: float, share: float, floor: int
@@ -84,7 +85,7 @@ def test_it_is_one_mass_that_all_retain(
     assert by_common_mass(masses, pinned, total, floors) == fill_by_mass(masses, pinned, total, floors)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(50)
 @given(
     rows=st.lists(
         st.lists(st.sampled_from([0.0, 0.0, 0.125, 0.25, 1e-30]), min_size=6, max_size=6), min_size=1, max_size=4
@@ -108,18 +109,18 @@ def test_sums_floors_and_bounds_hold_with_ties_and_zeros(
 
 
 def test_nothing_to_divide_is_uniform() -> None:
-    mass, worth = torch.zeros(4, 10), torch.zeros(4, 10)
+    mass, scores = torch.zeros(4, 10), torch.zeros(4, 10)
     mass[:, 0] = 1
     kept = torch.zeros(4, 10, dtype=torch.bool)
     kept[:, 0] = True
-    assert mass_budgets(mass, worth, kept, total=12, floor=1).tolist() == [3, 3, 3, 3]
-    assert sorted(mass_budgets(mass, worth, kept, total=14, floor=1).tolist()) == [3, 3, 4, 4]
-    assert mass_budgets(mass, worth, kept, total=0, floor=1).tolist() == [0, 0, 0, 0]
+    assert mass_budgets(mass, scores, kept, total=12, floor=1).tolist() == [3, 3, 3, 3]
+    assert sorted(mass_budgets(mass, scores, kept, total=14, floor=1).tolist()) == [3, 3, 4, 4]
+    assert mass_budgets(mass, scores, kept, total=0, floor=1).tolist() == [0, 0, 0, 0]
     everything = torch.ones(4, 10, dtype=torch.bool)
-    assert mass_budgets(mass, worth, everything, total=5, floor=1).tolist() == [0, 0, 0, 0]
+    assert mass_budgets(mass, scores, everything, total=5, floor=1).tolist() == [0, 0, 0, 0]
     one_has_none = kept.clone()
     one_has_none[2] = True
-    assert mass_budgets(mass, worth, one_has_none, total=9, floor=1).tolist() == [3, 3, 0, 3]
+    assert mass_budgets(mass, scores, one_has_none, total=9, floor=1).tolist() == [3, 3, 0, 3]
 
 
 def test_tables() -> None:
@@ -137,41 +138,30 @@ def test_tables() -> None:
             read_table(wrong, shape, "here")
 
 
-def uniform(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
-    return mass_budgets(torch.zeros_like(mass), worth, kept, total=total, floor=floor)
+def uniform(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
+    return mass_budgets(torch.zeros_like(mass), scores, kept, total=total, floor=floor)
 
 
-def by_share(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
+def by_share(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
     """Places in proportion to the mass that competes."""
     return table_budgets((mass * ~kept).sum(-1), total=total, floor=floor)
 
 
-def nothing_pinned(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
-    return mass_budgets(mass.masked_fill(kept, 0), worth, kept, total=total, floor=floor)
+def nothing_pinned(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
+    return mass_budgets(mass.masked_fill(kept, 0), scores, kept, total=total, floor=floor)
 
 
-def by_mass_itself(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
+def by_mass_itself(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
     return mass_budgets(mass, mass, kept, total=total, floor=floor)
 
 
-def no_floor(mass: Tensor, worth: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
-    return mass_budgets(mass, worth, kept, total=total, floor=0)
+def no_floor(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
+    return mass_budgets(mass, scores, kept, total=total, floor=0)
 
 
 @pytest.mark.parametrize("wrong", [uniform, by_share, nothing_pinned, by_mass_itself, no_floor])
 def test_a_wrong_allocation_is_found(wrong: Allocate) -> None:
-    @settings(
-        max_examples=40,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @sizes
     def run(heads: int, slots: int, seed: int, spread: float, share: float, floor: int) -> None:
         check(wrong, heads, slots, seed, spread, share, floor)
 
-    with pytest.raises(AssertionError):
-        run()
+    assert_found(run, sizes, 40)

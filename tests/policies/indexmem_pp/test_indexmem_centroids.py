@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from twin_comparison import examples
 
-from evictbench.policies.indexmem_pp.centroids import choose, cluster, starts
+from evictbench.policies.indexmem_pp.centroids import cluster, nearest, starts
 from twin.indexmem_pp import Centroid, absorb, lloyd, means
 
 
@@ -21,7 +22,7 @@ def entries(count: int, seed: int, distinct: int | None = None) -> tuple[torch.T
 
 
 @pytest.mark.engine
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40)
 @given(count=st.integers(1, 80), centroids=st.integers(1, 20), seed=st.integers(0, 1000))
 def test_clusters_equal_their_definition(count: int, centroids: int, seed: int) -> None:
     keys, values = entries(count, seed)
@@ -34,7 +35,7 @@ def test_clusters_equal_their_definition(count: int, centroids: int, seed: int) 
     torch.testing.assert_close(found_values, torch.stack([c.value for c in twin]), atol=1e-12, rtol=0)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(30)
 @given(
     count=st.integers(1, 60),
     centroids=st.integers(1, 20),
@@ -61,7 +62,7 @@ def test_they_stand_for_all_that_went(count: int, centroids: int, distinct: int 
 
 
 def test_one_by_one_they_join_the_empty_then_the_nearest() -> None:
-    slots, room, heads = 6, torch.tensor([4, 0, 6]), 3
+    slots, capacity, heads = 6, torch.tensor([4, 0, 6]), 3
     count = 40
     keys, values = entries(heads * count, 7)
     keys, values = keys.view(heads, count, 4), values.view(heads, count, 3)
@@ -69,10 +70,10 @@ def test_one_by_one_they_join_the_empty_then_the_nearest() -> None:
     counts = torch.zeros(heads, slots)
     twins: list[list[Centroid]] = [[], [], []]
     for one in range(count):
-        chosen = choose(held, counts, room, keys[:, one])
+        chosen = nearest(held, counts, capacity, keys[:, one])
         for head in range(heads):
-            absorb(twins[head], int(room[head]), keys[head, one], values[head, one])
-            if room[head]:
+            absorb(twins[head], int(capacity[head]), keys[head, one], values[head, one])
+            if capacity[head]:
                 at = int(chosen[head])
                 held[head, at] = (held[head, at] * counts[head, at] + keys[head, one]) / (counts[head, at] + 1)
                 counts[head, at] += 1

@@ -7,25 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from indexmem_cases import Case, cases
-from indexmem_engine import ToldScores, check, counts, feed, kept, new_cache, policy_of, twin_of
+from indexmem_engine import ToldScores, cache_of, check, counts, policy_of, twin_of
 from torch import Tensor
+from twin_comparison import examples, forward, kept
 
-from evictbench.cache.paged.cache import PagedCache
+from evictbench.cache.new_cache import new_cache
+from evictbench.cache.paged.head_budget import HeadBudgetCache
 from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp import IndexMem, Settings
-from evictbench.policy import Division
+from evictbench.policy import HeadBudgets
 from twin.indexmem_pp_run import Rules, Run
 from twin.model import dense_forward
 
-quick = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+quick = examples(12)
 
 
-def run(case: Case, cls: type[ToldScores] = ToldScores) -> tuple[Tensor, PagedCache]:
-    cache = new_cache(case, policy_of(case, cls))
-    return torch.cat([feed(case.model(), cache, case.tokens[begin:end]) for begin, end in case.parts]), cache
+def run(case: Case, cls: type[ToldScores] = ToldScores) -> tuple[Tensor, HeadBudgetCache]:
+    cache = cache_of(case, policy_of(case, cls))
+    return torch.cat([forward(case.model(), cache, case.tokens[begin:end]) for begin, end in case.parts]), cache
 
 
 def near(found: Tensor, wanted: Tensor) -> None:
@@ -74,7 +76,7 @@ def test_a_context_with_nothing_to_evict(prefill: Any, context: int) -> None:
 
 @pytest.mark.parametrize("prefill", ["native", "dense", "bounded"])
 def test_of_equals_the_first_ones_stay(prefill: Any) -> None:
-    case = replace(plain(prefill=prefill, budgets="uniform"), worth="equal")
+    case = replace(plain(prefill=prefill, budgets="uniform"), scores="equal")
     _, cache = run(case)
     for layer in range(2):
         for head in range(2):
@@ -84,9 +86,9 @@ def test_of_equals_the_first_ones_stay(prefill: Any) -> None:
 class OneKeepsAll(ToldScores):
     """The first head keeps all it can, the second has what is left."""
 
-    def divide(self, division: Division) -> Tensor:
-        all_there_is = int(division.competes[0].sum())
-        return torch.tensor([all_there_is, 2 * division.places - all_there_is])
+    def head_budgets(self, budgets: HeadBudgets) -> Tensor:
+        all_there_is = int(budgets.competes[0].sum())
+        return torch.tensor([all_there_is, 2 * budgets.capacity - all_there_is])
 
 
 class OneKeepsAllToo(Run):
@@ -117,7 +119,7 @@ def test_more_centroids_than_went(prefill: Any) -> None:
 def test_centroids_that_leave_no_place() -> None:
     for budget, slots in ((7, 0), (8, 0), (9, 1), (15, 4), (18, 5), (19, 12)):
         case = plain(45, budget=budget, centroids=12)
-        assert policy_of(case).summaries(budget) == case.rules.slots == slots
+        assert policy_of(case).centroids(budget) == case.rules.slots == slots
         check(case)
 
 
@@ -137,9 +139,9 @@ def test_impossible_budgets_are_refused() -> None:
 
 
 class TooMuch(ToldScores):
-    def divide(self, division: Division) -> Tensor:
-        places: Tensor = super().divide(division)
-        return places + 1
+    def head_budgets(self, budgets: HeadBudgets) -> Tensor:
+        capacity: Tensor = super().head_budgets(budgets)
+        return capacity + 1
 
 
 @pytest.mark.parametrize("centroids", [0, 2])
@@ -153,9 +155,9 @@ def test_shares_of_a_table() -> None:
     policy = policy_of(case)
     policy.config = replace(policy.config, budgets="table", floor=1)
     policy._table = torch.tensor([[1.0, 3.0], [1.0, 0.0]])
-    cache = new_cache(case, policy)
+    cache = cache_of(case, policy)
     for begin, end in case.parts:
-        feed(case.model(), cache, case.tokens[begin:end])
+        forward(case.model(), cache, case.tokens[begin:end])
     for layer, places in enumerate(([5, 11], [15, 1])):
         held = [len(kept(cache, layer, head)) for head in range(2)]
         # The next query's own entry is one of the window's four.
@@ -169,9 +171,9 @@ def test_numbers_stay_numbers(tiny_llama: Any, dtype: torch.dtype) -> None:
         for prefill in ("native", "dense", "bounded"):
             case = plain(prefill=prefill, **rules)
             policy = policy_of(case)
-            cache = PagedCache(model, policy, case.rules.budget, prefill=prefill, prompt_length=case.context)
+            cache = new_cache(model, policy, case.rules.budget, prefill=prefill, prompt_length=case.context)
             for begin, end in case.parts:
-                assert bool(torch.isfinite(feed(model, cache, case.tokens[begin:end])).all())
+                assert bool(torch.isfinite(forward(model, cache, case.tokens[begin:end])).all())
             assert cache.nbytes() == cache.bytes_held
 
 
@@ -186,4 +188,4 @@ def test_settings_and_what_they_come_to() -> None:
         with pytest.raises(UserError, match=next(iter(wrong))):
             Settings(**wrong)  # type: ignore[arg-type]
     policy = IndexMem()
-    assert (policy.sinks, policy.window, policy.summaries(2048)) == (4, 128, 64)
+    assert (policy.sinks, policy.window, policy.centroids(2048)) == (4, 128, 64)

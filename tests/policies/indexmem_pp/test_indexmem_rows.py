@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from indexmem_cases import Case
-from indexmem_engine import feed, first_clusters, kept
+from indexmem_engine import first_clusters
 from torch import Tensor
+from twin_comparison import check_rows_that_come_and_go, examples, forward, generate_padded, kept
 
+from evictbench.cache.new_cache import new_cache
 from evictbench.cache.paged.cache import PagedCache
-from evictbench.cache.paged.centroids import absorb
-from evictbench.generation.batching import admit, release
+from evictbench.cache.paged.centroids import RESIDUALS, merge
+from evictbench.cache.paged.head_budget import HeadBudgetCache
 from evictbench.generation.fidelity import Text, evaluate
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.indexmem_pp import IndexMem, Settings
@@ -52,18 +54,18 @@ def twin_of(
 ) -> Told:
     by_layer = [{name: tensor[layer].double() for name, tensor in tensors.items()} for layer in range(2)]
 
-    def judge(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
+    def scorer(layer: int, kv_head: int, position: int, received: Tensor) -> tuple[float, float]:
         return score_and_rate(by_layer[layer], received, position, kv_head)
 
     case = Case(rules, "llama", 0, 2, 2, len(tokens), 0, 1, "spread")
-    twin = Run(model, judge, rules, first_clusters(case), len(tokens))
+    twin = Run(model, scorer, rules, first_clusters(case), len(tokens))
     for begin, end in parts:
         twin.read(tokens[begin:end])
     return twin.told()
 
 
 def in_parts(model: Any, cache: PagedCache, tokens: list[int], parts: list[tuple[int, int]]) -> Tensor:
-    return torch.cat([feed(model, cache, tokens[begin:end]) for begin, end in parts])
+    return torch.cat([forward(model, cache, tokens[begin:end]) for begin, end in parts])
 
 
 def parts_of(length: int, context: int, chunk: int) -> list[tuple[int, int]]:
@@ -73,7 +75,7 @@ def parts_of(length: int, context: int, chunk: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.engine
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(12)
 @given(
     length=st.integers(20, 60),
     context=st.integers(1, 50),
@@ -93,8 +95,9 @@ def test_the_scorer_reads_what_attention_receives(
     rules = Rules(context=context, budget=budget, sinks=2, window=4, centroids=2, prefill=prefill)
     twin = twin_of(model, tensors, rules, tokens, parts)
     assume(twin.closest > 1e-3)
-    cache = PagedCache(model, policy, budget, prefill=prefill, prompt_length=context)
+    cache = new_cache(model, policy, budget, prefill=prefill, prompt_length=context)
     torch.testing.assert_close(in_parts(model, cache, tokens, parts), twin.logits, atol=1e-9, rtol=0)
+    del cache
     assert not model.model.layers[0].self_attn._forward_pre_hooks
 
 
@@ -106,7 +109,7 @@ def test_chunks_change_nothing(prefill: Any) -> None:
     policy, _ = fitted(model, 3)
 
     def read(chunk: int) -> tuple[Tensor, list[list[int]]]:
-        cache = PagedCache(model, policy, 32, prefill=prefill, prompt_length=130)
+        cache = new_cache(model, policy, 32, prefill=prefill, prompt_length=130)
         logits = in_parts(model, cache, tokens, parts_of(160, 130, chunk))
         return logits, [kept(cache, layer, head) for layer in range(2) for head in range(2)]
 
@@ -123,7 +126,7 @@ def test_a_question_in_one_chunk_or_token_by_token() -> None:
     policy, _ = fitted(model, 1)
     found = []
     for parts in ([(0, 50), (50, 70)], [(0, 50), (50, 51), (51, 62), (62, 70)], [(0, 50)]):
-        cache = PagedCache(model, policy, 20, prompt_length=50)
+        cache = new_cache(model, policy, 20, prompt_length=50)
         after = parts[-1][1]
         found.append(in_parts(model, cache, tokens, [*parts, *((at, at + 1) for at in range(after, 90))]))
     torch.testing.assert_close(found[0], found[2], atol=1e-9, rtol=0)
@@ -140,38 +143,13 @@ def test_rows_come_and_go(budget: int | str) -> None:
     texts = [random_tokens(n, n) for n in (100, 41, 73, 160, 25)]
     prompts = [40, 5, 60, 90, 20]
 
-    def prompt_cache(index: int) -> PagedCache:
-        return PagedCache(model, policy, budget, prompt_length=prompts[index])
-
-    expected = [
-        in_parts(model, prompt_cache(index), text, parts_of(len(text), prompts[index], 200))
-        for index, text in enumerate(texts)
-    ]
-    cache = PagedCache(model, policy, budget, rows=2)
-    waiting, active = list(range(len(texts))), list[int]()
-    while waiting or active:
-        while waiting and len(active) < 2:
-            index = waiting.pop(0)
-            prompt = prompt_cache(index)
-            feed(model, prompt, texts[index][: prompts[index]])
-            assert admit(cache, prompt) == len(active)
-            active.append(index)
-        tokens = [[texts[index][cache.seen[row]]] for row, index in enumerate(active)]
-        with torch.no_grad(), cache.listening():
-            logits = model(
-                input_ids=torch.tensor(tokens),
-                position_ids=torch.tensor(cache.seen)[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[:, 0]
-        for row, index in enumerate(active):
-            torch.testing.assert_close(logits[row], expected[index][cache.seen[row] - 1], atol=1e-9, rtol=0)
-        assert cache.nbytes() == cache.bytes_held
-        for row in range(len(active) - 1, -1, -1):
-            if cache.seen[row] == len(texts[active[row]]):
-                release(cache, row)
-                active[row] = active[-1]
-                active.pop()
+    check_rows_that_come_and_go(
+        model,
+        lambda length: new_cache(model, policy, budget, prompt_length=length),
+        new_cache(model, policy, budget, rows=2),
+        texts,
+        prompts,
+    )
 
 
 @pytest.mark.parametrize("prefill", ["native", "bounded"])
@@ -180,25 +158,11 @@ def test_left_padded_batches_in_generate(budget: int | str, prefill: Any) -> Non
     model: Any = tiny_model("llama")
     policy, _ = fitted(model, 5)
     prompts = [random_tokens(9, 1), random_tokens(31, 2), random_tokens(1, 3), random_tokens(12, 6)]
-    settings_of_generate: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    alone = []
-    for prompt in prompts:
-        cache = PagedCache(model, policy, budget, prefill=prefill)
-        with cache.listening():
-            out = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones((1, len(prompt)), dtype=torch.int64),
-                past_key_values=cache,
-                **settings_of_generate,
-            )
-        alone.append(out[0, len(prompt) :].tolist())
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    cache = PagedCache(model, policy, budget, prefill=prefill)
-    with cache.listening():
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings_of_generate)
-    assert out[:, longest:].tolist() == alone
+
+    def answers(some: list[list[int]]) -> list[list[int]]:
+        return generate_padded(model, new_cache(model, policy, budget, prefill=prefill), some)
+
+    assert answers(prompts) == [answers([prompt])[0] for prompt in prompts]
 
 
 def test_rows_measure_as_the_twin_says() -> None:
@@ -229,10 +193,10 @@ def test_bounded_holds_the_budget_and_a_chunk() -> None:
     model = tiny_model("llama")
     policy, _ = fitted(model, 6)
     for prefill in ("bounded", "native"):
-        cache = PagedCache(model, policy, 40, prefill=prefill, prompt_length=400)
+        cache = new_cache(model, policy, 40, prefill=prefill, prompt_length=400)
         largest = 0
         for begin in range(0, 400, 50):
-            feed(model, cache, random_tokens(400, 1)[begin : begin + 50])
+            forward(model, cache, random_tokens(400, 1)[begin : begin + 50])
             held = [layer.prompts[0].length for layer in cache.layers if layer.prompts]
             assert prefill == "native" or max(held, default=0) <= 40
             largest = max(largest, *held, 0)
@@ -246,54 +210,55 @@ def test_bounded_holds_the_budget_and_a_chunk() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_means_in_a_narrow_dtype_go_on_moving(dtype: torch.dtype) -> None:
     """Thousands of entries that drift join one mean. What queries read is their mean to the last digit of the cache's
-    dtype, and what is held with its rest is the mean in float32."""
+    dtype, and what is held with its residual is the mean in float32."""
     model = deepcopy(tiny_model("llama")).to(dtype)
     policy, _ = fitted(model, centroids=1)
-    cache = PagedCache(model, policy, 16, prefill="dense", prompt_length=40)
-    feed(model, cache, random_tokens(40, 1))
-    feed(model, cache, random_tokens(1, 2))
-    assert cache.contest is not None
-    board = cache.boards.of(layer.pool for layer in cache.layers if layer.pool is not None)
-    owners, victims = cache.shape.kv_heads, board.of_owners["newest"]
-    fronts = board.fronts[:, :owners, 0]
-    held = {"keys": board.keys, "values": board.values}
+    cache = new_cache(model, policy, 16, prefill="dense", prompt_length=40)
+    forward(model, cache, random_tokens(40, 1))
+    forward(model, cache, random_tokens(1, 2))
+    assert isinstance(cache, HeadBudgetCache)
+    stack = cache.stack(layer.pool for layer in cache.layers if layer.pool is not None)
+    stack.refresh()
+    owners, evicted = cache.shape.kv_heads, stack.by_owner["newest"]
+    fronts = stack.fronts[:, :owners, 0]
+    held = {"keys": stack.keys, "values": stack.values}
     for name, buffers in held.items():
-        board.of_owners[f"rests_of_{name}"].zero_()
+        stack.by_owner[RESIDUALS[name]].zero_()
         for pool, buffer in enumerate(buffers):
             buffer[fronts[pool]] = 0
-    board.of_owners["counts"].fill_(1)
-    count, head_dim = 4000, board.keys[0].shape[-1]
+    stack.by_owner["counts"].fill_(1)
+    count, head_dim = 4000, stack.keys[0].shape[-1]
     noise = torch.randn((count, head_dim), generator=torch.Generator().manual_seed(0))
     entries = (torch.linspace(0, 1, count)[:, None] + 0.3 * noise).to(dtype)
-    leave = torch.ones_like(victims, dtype=torch.bool)
+    leave = torch.ones_like(evicted, dtype=torch.bool)
     for entry in entries:
-        for keys, values, slots in zip(board.keys, board.values, victims, strict=True):
+        for keys, values, slots in zip(stack.keys, stack.values, evicted, strict=True):
             keys[slots], values[slots] = entry, 2 * entry
-        absorb(policy, board, slice(0, owners), victims, leave)
+        merge(policy, stack, slice(0, owners), evicted, leave)
     mean = entries.double().sum(0) / (count + 1)
-    assert (board.of_owners["counts"] == count + 1).all()
+    assert (stack.by_owner["counts"] == count + 1).all()
     for name, wanted in (("keys", mean), ("values", 2 * mean)):
         for pool, buffer in enumerate(held[name]):
             read = buffer[fronts[pool]].double()
-            rests = board.of_owners[f"rests_of_{name}"][pool, :, 0]
+            residuals = stack.by_owner[RESIDUALS[name]][pool, :, 0]
             torch.testing.assert_close(read, wanted.expand_as(read), atol=0, rtol=torch.finfo(dtype).eps)
-            torch.testing.assert_close(read + rests, wanted.expand_as(read), atol=0, rtol=1e-5)
+            torch.testing.assert_close(read + residuals, wanted.expand_as(read), atol=0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_rounding_takes_off_means_is_counted_in_the_bytes(dtype: torch.dtype) -> None:
+def test_residuals_of_means_are_counted_in_the_bytes(dtype: torch.dtype) -> None:
     """In float32 there is nothing; in a narrower dtype two numbers of four bytes for each element of a key."""
     model = deepcopy(tiny_model("llama")).to(dtype)
     policy, _ = fitted(model, centroids=3)
-    cache = PagedCache(model, policy, 24, prompt_length=60)
-    feed(model, cache, random_tokens(60, 1))
-    feed(model, cache, random_tokens(1, 2))
+    cache = new_cache(model, policy, 24, prompt_length=60)
+    forward(model, cache, random_tokens(60, 1))
+    forward(model, cache, random_tokens(1, 2))
     assert cache.nbytes() == cache.bytes_held
     for layer in cache.layers:
         assert layer.pool is not None
-        rests = [tensor for name, tensor in layer.pool.beside.items() if name.startswith("rests")]
+        residuals = [tensor for name, tensor in layer.pool.owner_tensors.items() if name.startswith("residuals")]
         means, head_dim = cache.shape.kv_heads * 3, layer.pool.buffers["keys"].shape[-1]
-        assert sum(tensor.nbytes for tensor in rests) == (0 if dtype == torch.float32 else 8 * head_dim * means)
+        assert sum(tensor.nbytes for tensor in residuals) == (0 if dtype == torch.float32 else 8 * head_dim * means)
         without = [*layer.pool.buffers.values(), layer.pool.owner]
-        without += [tensor for name, tensor in layer.pool._by_owner().items() if not name.startswith("rests")]
-        assert layer.nbytes() == sum(tensor.nbytes for tensor in (*without, *rests))
+        without += [tensor for name, tensor in layer.pool._by_owner().items() if not name.startswith("residuals")]
+        assert layer.nbytes() == sum(tensor.nbytes for tensor in (*without, *residuals))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evictbench.policies.indexmem_pp.scorer import Scorer
-from evictbench.policies.indexmem_pp.together import of_layers
+from evictbench.policies.indexmem_pp.together import score_layers
 from twin.indexmem_pp import score_and_rate
 
 HIDDEN, WIDTH, KV_HEADS = 24, 12, 3
@@ -44,7 +44,7 @@ def test_layers_together_are_each_alone() -> None:
     stacked = {name: torch.stack([dict(s.named_parameters())[name] for s in made]) for name in made[0].state_dict()}
     hidden = torch.randn((4, 3, 1, HIDDEN), generator=torch.Generator().manual_seed(9)) * 2
     positions = torch.tensor([[5], [80_000], [0]])
-    together = of_layers(stacked, hidden, positions)
+    together = score_layers(stacked, hidden, positions)
     for layer, scorer in enumerate(made):
         for found, wanted in zip(together, scorer(hidden[layer], positions), strict=True):
             torch.testing.assert_close(found[layer], wanted, atol=1e-5, rtol=1e-5)

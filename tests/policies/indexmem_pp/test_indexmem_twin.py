@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from indexmem_cases import Case, cases
 from indexmem_engine import check
+from twin_comparison import examples
 
 
 @pytest.mark.engine
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(30)
 @given(case=cases())
 def test_policy_equals_its_twin(case: Case) -> None:
     check(case)

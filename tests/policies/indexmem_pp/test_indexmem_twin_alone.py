@@ -15,7 +15,7 @@ from twin.indexmem_pp import (
     Centroid,
     Pool,
     absorb,
-    deadlines,
+    expiry,
     fill_by_mass,
     lloyd,
     means,
@@ -41,7 +41,7 @@ def test_one_in_one_out_by_hand() -> None:
     held = pools(Pool(scores, rates, sinks=1, window=2, places=2), 8)
     # 1 and 2 join at 3 and 4, then 3 beats 1, then 4 equals 3 and is later, then 5 is worst.
     assert held == [[], [], [], [1], [1, 2], [2, 3], [2, 3], [2, 3]]
-    assert deadlines(held, 1, 2) == [math.inf, 5, math.inf, math.inf, 6, 7, math.inf, math.inf]
+    assert expiry(held, 1, 2) == [math.inf, 5, math.inf, math.inf, 6, 7, math.inf, math.inf]
 
 
 def test_what_fades_loses_its_place_later() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learned import random_tensors
+from random_kvpop_weights import random_tensors
 
 from evictbench.errors import UserError
 from evictbench.models import policy_weights
@@ -28,7 +28,7 @@ def saved(folder: Path, cls: type[Policy], label: str = "mean") -> Path:
 
 
 def found(policy: Policy, folder: Path, shape: ModelShape = SHAPE) -> policy_weights.Weights:
-    return policy_weights.find(policy, str(folder), "tiny", "abc", shape)
+    return policy_weights.find(policy, str(folder), "tiny", lambda: "abc", shape)
 
 
 @BOTH
@@ -42,7 +42,7 @@ def test_saved_weights_are_found_and_set_what_is_left_open(cls: type[Policy], tm
     assert given.minimum_budget(SHAPE) == 1 + 9 + given.charged_state(SHAPE) + 1
     rounded = random_tensors(cls.name, SHAPE)
     for layer in range(SHAPE.layers):
-        scorer, log_gamma = policy.of_layers(range(layer, layer + 1), torch.device("cpu"))  # type: ignore[attr-defined]
+        scorer, log_gamma = policy.scorer_of_layers(range(layer, layer + 1), torch.device("cpu"))  # type: ignore[attr-defined]
         heads = slice(layer * SHAPE.kv_heads, (layer + 1) * SHAPE.kv_heads)
         assert log_gamma.dtype == torch.float32
         assert log_gamma.shape == (SHAPE.kv_heads,)

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from engine import run_case
-from hypothesis import HealthCheck, Phase, given, settings
-from test_twins import check
+from hypothesis import given
 from torch import Tensor
+from twin_comparison import assert_found, check, examples, run_case
 
-from evictbench.cache.slots.cache import EvictionCache
+from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import watch_dense_run
 from evictbench.generation.fidelity import Comparison, Text, evaluate
 from evictbench.generation.generator import Generator, Request
-from evictbench.generation.runner import Feeder
+from evictbench.generation.runner import ModelRunner
 from evictbench.policies.full import Full
 from evictbench.policies.oracle import LEAST_LABEL, UNLABELLED, Oracle
-from evictbench.policy import DenseRun, Entering
+from evictbench.policy import DenseRun, NewEntries
 from evictbench.policy.budget import Budget
 from twin import oracle as twin
 from twin.cases import Case
@@ -48,7 +47,7 @@ def policy_of(case: Case, cls: type[Oracle] = Oracle) -> Oracle:
 
 
 @pytest.mark.engine
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150)
 @given(case=oracle_cases())
 def test_policy_equals_its_twin(case: Case) -> None:
     check(case, policy_of(case), exact=ROUNDING)
@@ -57,11 +56,11 @@ def test_policy_equals_its_twin(case: Case) -> None:
 class NearFuture(Oracle):
     """Attention from inside the window counts too."""
 
-    def foresee(self, run: DenseRun) -> list[Tensor]:
+    def labels(self, run: DenseRun) -> list[Tensor]:
         config = self.config
         object.__setattr__(self, "config", replace(config, window=1 if config.window > 1 else 2))
         try:
-            return super().foresee(run)
+            return super().labels(run)
         finally:
             object.__setattr__(self, "config", config)
 
@@ -69,50 +68,43 @@ class NearFuture(Oracle):
 class OtherLabel(Oracle):
     """The mean for the maximum, and the other way round."""
 
-    def foresee(self, run: DenseRun) -> list[Tensor]:
+    def labels(self, run: DenseRun) -> list[Tensor]:
         other = replace(self.config, label="max" if self.config.label == "mean" else "mean")
-        return Oracle(other).foresee(run)
+        return Oracle(other).labels(run)
 
 
 class OwnLabels(Oracle):
     """Heads that share a kept set do not share their labels."""
 
-    def foresee(self, run: DenseRun) -> list[Tensor]:
-        return Oracle(replace(self.config, shares="head")).foresee(run)
+    def labels(self, run: DenseRun) -> list[Tensor]:
+        return Oracle(replace(self.config, shares="head")).labels(run)
 
 
 class NewestFirst(Oracle):
     """Of unlabelled tokens the latest leaves first."""
 
-    def enter(self, entering: Entering) -> Any:
-        known = entering.known
+    def enter(self, entering: NewEntries) -> Any:
+        known = entering.labels
         assert known is not None
         return {"priority": torch.where(known.isnan(), UNLABELLED - entering.positions[:, None].float(), known)}
 
 
+def unlabelled_tokens_compete(case: Case) -> bool:
+    """Whether several tokens that no label was made for have left the window: few cases do that by chance."""
+    return isinstance(case.new_tokens, int) and case.new_tokens >= 6 and case.settings["window"] <= 3
+
+
 @pytest.mark.parametrize("wrong", [NearFuture, OtherLabel, OwnLabels, NewestFirst], ids=lambda cls: cls.__name__)
 def test_a_wrong_oracle_is_found(wrong: type[Oracle]) -> None:
-    @settings(
-        max_examples=80,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=oracle_cases())
-    def run(case: Case) -> None:
-        check(case, policy_of(case, wrong), exact=ROUNDING)
-
-    with pytest.raises(AssertionError):
-        run()
+    drawn = oracle_cases().filter(unlabelled_tokens_compete) if wrong is NewestFirst else oracle_cases()
+    assert_found(lambda case: check(case, policy_of(case, wrong), exact=ROUNDING), given(case=drawn))
 
 
 @pytest.mark.parametrize("label", ["mean", "max"])
 @pytest.mark.parametrize("shares", ["head", "layer", "model"])
 def test_labels_equal_the_loops(label: Any, shares: Any) -> None:
     model, tokens = tiny_model(kv_heads=2, groups=3), random_tokens(30, 5)
-    found = Oracle(Oracle.Config(label=label, shares=shares, window=4)).foresee(partial(watch_dense_run, model, tokens))
+    found = Oracle(Oracle.Config(label=label, shares=shares, window=4)).labels(partial(watch_dense_run, model, tokens))
     expected = twin.labels(model, tokens, label, shares, 4)
     for (layer, kv_head), values in expected.items():
         for token, value in enumerate(values):
@@ -124,7 +116,7 @@ def test_the_queue_of_unlabelled_tokens_is_exact_and_below_every_label() -> None
     known = torch.full((1, 1, 2), torch.nan)
     last = 15_000_000
     for position in (0, 1, last - 1):
-        entering = Entering(0, None, torch.tensor([[position, position + 1]]), known, known, known=known)  # type: ignore[arg-type]
+        entering = NewEntries(0, None, torch.tensor([[position, position + 1]]), known, known, labels=known)  # type: ignore[arg-type]
         first, second = Oracle().enter(entering)["priority"][0, 0].tolist()
         assert second - first == 1
         assert second < LEAST_LABEL
@@ -199,18 +191,18 @@ def test_labels_of_a_prompt_know_the_dense_run_s_own_answer() -> None:
     full = next(Generator(model, Numbers(), Full(), None).run([Request("a", tuple(prompt), 9, 12)]))  # type: ignore[arg-type]
     for ahead in (0, 12):
         policy = Oracle(Oracle.Config(label="max", window=4, ahead=ahead))
-        cache, _ = Feeder(model, policy, Budget.parse("16")).read(prompt, 9)
+        cache, _ = ModelRunner(model, policy, Budget.parse("16")).prefill(prompt, 9)
         text = [*prompt, *full.tokens[:ahead]]
-        expected = policy.foresee(partial(watch_dense_run, model, text))
-        assert cache.known[0] is not None
-        for found, wanted in zip(cache.known[0], expected, strict=True):
+        expected = policy.labels(partial(watch_dense_run, model, text))
+        assert cache.rows[0].labels is not None
+        for found, wanted in zip(cache.rows[0].labels, expected, strict=True):
             torch.testing.assert_close(found, wanted[:, :30], atol=1e-5, rtol=0)
     assert len(full.tokens) == 12
 
 
 def test_plain_generate_is_refused_with_a_sentence() -> None:
     model = tiny_model()
-    cache = EvictionCache(model, Oracle(), 48)
+    cache = new_cache(model, Oracle(), 48)
     with pytest.raises(UserError, match="needs labels from a dense run"):
         model(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
 

@@ -174,7 +174,7 @@ def test_bad_data_is_a_sentence(prepare, data_dir):
     file.write_text('{"questions": []}')
     with pytest.raises(UserError, match=r"snarks\.json is neither a list of records nor an object with"):
         prepare()
-    with pytest.raises(UserError, match=r"BBH has no task 'bbh_snark'; there are bbh_<task> and"):
+    with pytest.raises(UserError, match=r"Unknown task 'bbh_snark' of BBH: did you mean bbh_snarks"):
         prepare("bbh_snark")
     with pytest.raises(UserError, match="bbh_snarks was not prepared"):
         documents("bbh_snarks", version=1)

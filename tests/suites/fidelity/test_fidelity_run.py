@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evictbench.evaluation.run import run
-from evictbench.evaluation.settings import Settings
+from evictbench.evaluation.settings import RunSettings
 from evictbench.store import run_folder
 
 WORDS = (
@@ -30,7 +30,7 @@ def measured(tmp_path: Path) -> Any:
     book.write_text(" ".join(f"{word} {number}" for number in range(30) for word in WORDS))
 
     def measure(policy: str, budget: str | None, limit: int = 2) -> Any:
-        settings = Settings(
+        settings = RunSettings(
             policy=policy,
             budget=budget,
             suite="fidelity",

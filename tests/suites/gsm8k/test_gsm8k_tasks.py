@@ -134,7 +134,7 @@ def test_bad_data_is_a_sentence(prepare, tmp_path):
 
 
 def test_unknown_tasks_and_unprepared_ones_say_so(prepare):
-    with pytest.raises(UserError, match="GSM8K has no task 'gsm9k'; there are gsm8k, gsm8k_cot8"):
+    with pytest.raises(UserError, match=r"Unknown task 'gsm9k' of GSM8K: did you mean gsm8k"):
         prepare("gsm9k")
     with pytest.raises(UserError, match="gsm8k was not prepared"):
         documents("gsm8k", version=1)

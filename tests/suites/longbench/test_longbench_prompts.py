@@ -242,7 +242,7 @@ def test_the_data_is_named_by_its_hash(prepare, tmp_path):
 
 
 def test_no_data_at_all_is_a_sentence(prepare, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"No task of LongBench can be run\. .* has no LongBench narrativeqa data"):
+    with pytest.raises(UserError, match=r"No task of LongBench can run: .* has no LongBench narrativeqa data"):
         prepare(data_dir=tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"LongBench qasper comes from the hub \(zai-org/LongBench\)"):
@@ -276,7 +276,7 @@ def test_a_list_written_as_text_is_a_list(written, prepare, tmp_path):
 
 
 def test_unknown_and_unprepared_tasks(prepare):
-    with pytest.raises(UserError, match=r"LongBench has no task 'qaspr'; did you mean qasper"):
+    with pytest.raises(UserError, match=r"Unknown task 'qaspr' of LongBench: did you mean qasper"):
         prepare("qaspr")
     with pytest.raises(UserError, match="The number of samples must be at least 1, not 0"):
         prepare("qasper", limit=0)

@@ -79,7 +79,7 @@ def test_bad_input(tmp_path):
     write(tmp_path / "math500.jsonl", [{"problem": "x"}])
     with pytest.raises(UserError, match=r"math500.jsonl: record 1 has no answer"):
         SUITE.prepare(request(tmp_path))
-    with pytest.raises(UserError, match=r"math500 has no task 'math'; there are math500\."):
+    with pytest.raises(UserError, match=r"Unknown task 'math' of math500: did you mean math500\?"):
         SUITE.prepare(request(tmp_path, tasks=("math",)))
 
 

@@ -27,7 +27,9 @@ def refused(prepare, *tasks: str, **request) -> str:
 
 
 def test_unknown_task_names_near_matches(prepare):
-    assert refused(prepare, "niah_singel_1").startswith("RULER has no task 'niah_singel_1'; did you mean niah_single_1")
+    assert refused(prepare, "niah_singel_1").startswith(
+        "Unknown task 'niah_singel_1' of RULER: did you mean niah_single_1"
+    )
     everything = refused(prepare, "vt", "poetry")
     assert all(name in everything for name in TASKS)
 
@@ -57,7 +59,7 @@ def test_questions_whose_documents_do_not_fit_are_passed_over(prepare, name):
 
 def test_a_context_too_short_for_every_task(prepare):
     sentence = refused(prepare, context=60)
-    assert sentence.startswith("No RULER task can run: niah_single_1 needs a context of at least ")
+    assert sentence.startswith("No task of RULER can run: niah_single_1 needs a context of at least ")
 
 
 @pytest.mark.parametrize(("name", "value"), [("context", -5), ("limit", -1)])

@@ -1,0 +1,106 @@
+"""One row of a cache: what is known of its sequence without looking at a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from evictbench.policy.budget import Budget
+    from evictbench.policy.ragged import HeadBudgetPolicy
+
+
+@dataclass
+class Occupancy:
+    """How many entries the decode queries of one row saw, charged state included.
+
+    largest: the most that any head saw. total: the sum over steps of the mean over heads. steps: decode queries.
+    """
+
+    largest: int = 0
+    total: float = 0
+    steps: int = 0
+
+    def add(self, entries: int, mean: float | None = None) -> None:
+        """Count one decode query. entries: the most that a head saw; mean: the mean over heads, if that differs."""
+        self.largest = max(self.largest, entries)
+        self.total += entries if mean is None else mean
+        self.steps += 1
+
+
+@dataclass(frozen=True)
+class RowBudget:
+    """A row's budget under a `HeadBudgetPolicy`, in numbers.
+
+    budget: as given. prompt: tokens of the prompt. entries: the budget of the prompt's queries. protected: entries that
+    are never evicted, sinks and recent window. centroids: of each head. sparse: a query of the prompt does not see what
+    a pool of this size would have evicted. bounded: that is not stored either.
+    """
+
+    budget: Budget
+    prompt: int
+    entries: int
+    protected: int
+    centroids: int
+    sparse: bool
+    bounded: bool
+
+    @classmethod
+    def of(cls, policy: HeadBudgetPolicy, budget: Budget, mode: str, prompt: int) -> RowBudget:
+        """The budget of a row whose prompt has so many tokens. mode: "dense", "sparse" or "bounded"."""
+        entries = budget.at(prompt, prompt)
+        sparse = mode != "dense" and prompt > entries
+        return cls(
+            budget=budget,
+            prompt=prompt,
+            entries=entries,
+            protected=policy.sinks + int(policy.recent(entries)),
+            centroids=policy.centroids(entries),
+            sparse=sparse,
+            bounded=sparse and mode == "bounded",
+        )
+
+    @property
+    def capacity(self) -> int:
+        """Entries of each head's pool, before the pools are divided."""
+        return self.entries - self.protected - self.centroids
+
+    @property
+    def over_budget(self) -> bool:
+        """More is stored at the prompt's end than the budget holds."""
+        return self.prompt > self.entries and not self.bounded
+
+    def hidden(self, query: int) -> int:
+        """How many entries of each head a query of the prompt at this position does not see."""
+        return max(0, query + 1 - self.protected - self.capacity) if self.sparse else 0
+
+    def dropped(self, query: int) -> int:
+        """How many of those are not stored either, once the query at this position comes next."""
+        return self.hidden(query) if self.bounded else 0
+
+    def allowed(self, query: int) -> int:
+        """The budget of the query at this position, after the prompt."""
+        return self.budget.at(self.prompt, query + 1)
+
+
+@dataclass
+class Sequence:
+    """One row of a cache.
+
+    seen: tokens that have been read. held: entries of a kept set. prompt: tokens of the prompt, padding left out.
+    freed_slot: one of the slots in use is free, because decode has evicted an entry from it; the next token takes it.
+    labels: of every layer `[kv_heads, tokens]`, from a dense run; None where the policy needs none.
+    occupancy: what its decode queries saw. threshold: what a `RaggedPolicy` allotted to it. budget: under a
+    `HeadBudgetPolicy`, what its budget comes to.
+    """
+
+    seen: int = 0
+    held: int = 0
+    prompt: int = 0
+    freed_slot: bool = False
+    labels: list[Tensor] | None = None
+    occupancy: Occupancy = field(default_factory=Occupancy)
+    threshold: float = 1.0
+    budget: RowBudget | None = None
