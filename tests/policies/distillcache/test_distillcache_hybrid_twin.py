@@ -59,7 +59,7 @@ def compare(case: Case, cls: type[Showing] = Showing) -> int:
 def test_policy_equals_its_twin() -> None:
     hiding = 0
 
-    @examples(40)
+    @examples(80)
     @given(case=distillcache_cases(hybrid=True))
     def run(case: Case) -> None:
         nonlocal hiding
