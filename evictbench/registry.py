@@ -211,6 +211,9 @@ def _policy_class(cls: Any, name: str) -> type[BasePolicy]:
         raise UserError(f"The policy {cls.__name__} does not say its {' and '.join(missing)}.")
     if not is_dataclass(cls.Config):
         raise UserError(f"The Config of the policy {cls.name} is not a dataclass.")
+    undefined = cls.undefined_methods()
+    if undefined:
+        raise UserError(f"The policy {cls.name} does not define {' and '.join(undefined)}.")
     return cls
 
 

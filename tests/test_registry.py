@@ -93,6 +93,9 @@ class Mine(Policy):
     summary = "my own"
     paper = "none"
     Config = Settings
+
+    def score(self, step):
+        return step.positions
 '''
 
 
@@ -115,6 +118,13 @@ def test_a_policy_from_a_file(tmp_path):
         (MINE, ":Settings", "it has to be a subclass of evictbench.policy.base.Policy"),
         (MINE.replace('paper = "none"', ""), ":Mine", "does not say its paper"),
         (MINE.replace("= Settings", "= 3"), ":Mine", "is not a dataclass"),
+        (MINE.replace("score", "scores"), ":Mine", "The policy mine does not define score."),
+        (MINE.replace("Policy", "RaggedPolicy"), ":Mine", "The policy mine does not define expiry."),
+        (
+            MINE.replace("Policy", "HeadBudgetPolicy").replace("score(", "score_at("),
+            ":Mine",
+            "The policy mine does not define features and evicted_in_chunk.",
+        ),
         ("def (", ":Mine", "cannot be loaded: SyntaxError"),
         ("import nothing_of_that_name", ":Mine", "cannot be loaded: ModuleNotFoundError"),
         (None, ":Mine", "There is no policy file"),

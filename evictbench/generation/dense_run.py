@@ -1,4 +1,4 @@
-"""A dense run over a text that only looks: what a policy that foresees learns its labels from."""
+"""A dense run over a text that only looks: a policy that `needs_labels` makes them from it."""
 
 from __future__ import annotations
 

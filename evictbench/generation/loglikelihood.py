@@ -80,7 +80,7 @@ class _Row:
 class ChoiceScorer:
     """Scores choices under a policy; arguments as of `evictbench.generation.generator.Generator`.
 
-    A policy that foresees knows the prompt and the model's own answer to it, as where an answer is generated.
+    A policy that `needs_labels` gets them from the prompt and the model's own answer to it, as in generation.
 
     Raises UserError for an impossible budget and for a choice without tokens.
     """

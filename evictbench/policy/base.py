@@ -122,6 +122,11 @@ class BasePolicy:
         """Raise UserError for a budget that the policy cannot work with on any text."""
 
     @classmethod
+    def undefined_methods(cls) -> list[str]:
+        """The methods that the policy's family calls, and that neither the class nor a base of its own defines."""
+        return []
+
+    @classmethod
     def read_budget(cls, given: Budget | int | str | None) -> Budget | None:
         """The budget of a run. Raises UserError for one that is missing, not wanted, or no budget."""
         if not cls.needs_budget:
@@ -245,6 +250,13 @@ class Policy(BasePolicy):
 
     def observe(self, step: Step) -> None:
         """Update slot and sequence tensors after a layer has attended, before anything is evicted."""
+
+    @classmethod
+    def undefined_methods(cls) -> list[str]:
+        """`score`, unless the policy evicts nothing or says each entry's `expiry` itself; what its flags call for."""
+        scores = not cls.needs_budget or cls.score is not Policy.score or cls.expiry is not Policy.expiry
+        labels = not cls.needs_labels or cls.labels is not Policy.labels
+        return [name for name, defined in (("score", scores), ("labels", labels)) if not defined]
 
     def score(self, step: Step) -> Tensor:
         """The score of each entry, `[rows, sets, slots]`. Higher is kept; equal scores keep the earlier position."""

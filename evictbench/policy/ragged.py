@@ -117,6 +117,11 @@ class RaggedPolicy(PagedPolicy):
 
         return torch.stack([self.read(layer, name, tensor) for layer, tensor in zip(layers, tensors, strict=True)])
 
+    @classmethod
+    def undefined_methods(cls) -> list[str]:
+        """`expiry`, if it is not defined."""
+        return ["expiry"] if cls.expiry is RaggedPolicy.expiry else []
+
     def expiry(self, entries: NewEntries) -> Tensor:
         """The first query position that may no longer see an entry, NEVER if there is none.
 
@@ -141,6 +146,12 @@ class HeadBudgetPolicy(PagedPolicy):
     """
 
     batched = MappingProxyType({"features": "features_of_layers"})
+
+    @classmethod
+    def undefined_methods(cls) -> list[str]:
+        """Those of `features`, `score_at` and `evicted_in_chunk` that are not defined."""
+        needed = ("features", "score_at", "evicted_in_chunk")
+        return [name for name in needed if getattr(cls, name) is getattr(HeadBudgetPolicy, name)]
 
     def features(self, entries: NewEntries) -> Mapping[str, Tensor]:
         """The slot tensors of new entries, `[rows, kv_heads, new(, width)]` by name."""

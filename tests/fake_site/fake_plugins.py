@@ -46,6 +46,9 @@ class Hoard(Policy):
     def sinks(self):
         return self.config.size
 
+    def score(self, step):
+        return step.positions.float()
+
 
 def prepare(request):
     tasks = request.tasks or ("toy_recall", "toy_pairs")
