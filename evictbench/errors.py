@@ -1,4 +1,4 @@
-"""Errors whose message is a sentence, and the errors of libraries in a line."""
+"""Errors whose message is a sentence, and the errors of libraries: which kind they are, and in a line."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """An error's whole message with each run of white space as one blank."""
     return " ".join(str(error).split())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that there was no memory left, on a GPU or for the process. It imports no torch."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)

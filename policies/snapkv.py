@@ -53,7 +53,7 @@ class SnapKV(Policy):
 
     Deviations: selection per KV head with a named group reduction (the authors select and store per query head);
     decode="reselect", which the paper does not have: whenever the budget is reached, the last `window` queries select
-    again and i = min(128, budget // 8) slots are freed. The ring of window queries that this needs is charged.
+    again and i = min(128, budget // 8) slots are freed. The window's queries that this needs are charged.
 
     shares=layer and shares=model are controls and not the published method. They compare with methods that keep one set
     for a layer or for the model: the votes of all KV heads that share the set, each reduced over its group, are added
@@ -87,16 +87,12 @@ class SnapKV(Policy):
             return budget if phase == "prompt" else None
         return budget - max(1, min(RESELECT_EVERY, budget // 8))
 
-    def charged_state(self, shape: ModelShape) -> int:
-        """The ring of queries as entries: heads · window · head_dim elements a layer, over 2 · head_dim · kv_heads."""
-        return -(-shape.group * self.window // 2) if self.enforces_budget else 0
-
     def minimum_budget(self, shape: ModelShape) -> int:
         """Room for the window, the ring, one entry to choose, and the interval that a cut frees."""
         slots = self.window + 2
         while (kept := self.keep(slots, "prompt")) is not None and kept <= self.window:
             slots += 1
-        return slots + self.charged_state(shape)
+        return self.charge(shape).cost(slots)
 
     def shared_state(self, shape: ModelShape) -> Mapping[str, SlotTensor]:
         """`votes`, the sum over the layers so far, where the model shares one kept set."""

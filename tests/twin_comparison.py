@@ -95,11 +95,11 @@ def kept(cache: KVCache, layer: int, head: int, row: int = 0) -> list[int]:
 def run_case(case: Case, policy: BasePolicy) -> EngineTrace:
     """Prefill in chunks to the border or the prompt's end, the question as one chunk, then token by token."""
     model = case.model()
-    charged = policy.charged_state(ModelShape.of(model.config))
-    policy.minimum_budget = lambda shape: 1 + charged  # type: ignore[method-assign]
+    charge = policy.charge(ModelShape.of(model.config))
+    policy.minimum_budget = lambda shape: charge.cost(1)  # type: ignore[method-assign]
     budget = case.budget
     if isinstance(budget, int):
-        budget += charged
+        budget = charge.cost(budget)
     elif budget is not None:
         budget = f"{budget * 100:g}%"
     end = len(case.prompt) if case.border is None else case.border
@@ -139,8 +139,9 @@ def check(case: Case, policy: BasePolicy, exact: float = EXACT) -> None:
     A case in which two of the twin's scores are closer than `exact` is passed over.
     """
     if not isinstance(case.budget, int):
-        case = replace(case, charged=policy.charged_state(ModelShape.of(case.model().config)))
-        assume(case.budget is None or 32 - case.charged >= max(1, case.rule.least_budget))
+        charge = policy.charge(ModelShape.of(case.model().config))
+        case = replace(case, charged=charge.fixed, beside=charge.per_entry)
+        assume(case.budget is None or charge.slots(32) >= max(1, case.rule.least_budget))
     twin = case.trace()
     assume(twin.closest >= exact)
     ours = run_case(case, policy)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -20,8 +22,9 @@ from evictbench.cache.clock import POLICY, REST, SIGNALS, Clock, NullClock
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
 from evictbench.cache.rows import Sequence
 from evictbench.errors import UserError
-from evictbench.policy.base import BasePolicy, Prefill, refuse_old_names
+from evictbench.policy.base import BasePolicy
 from evictbench.policy.budget import Budget
+from evictbench.policy.declarations import Prefill, check_object
 from evictbench.policy.step import Activation, ModelShape
 
 if TYPE_CHECKING:
@@ -147,10 +150,10 @@ class KVCache(Cache, ABC):
         prompt_length: int | None = None,
         rows: int | None = None,
     ) -> None:
-        refuse_old_names(vars(policy), type(policy))
+        self.shape = ModelShape.of(model.config)
+        check_object(policy, self.shape)
         self.budget = policy.read_budget(budget)
         self.policy = policy
-        self.shape = ModelShape.of(model.config)
         self.mode = policy.prefill_mode(prefill)
         self.prompt_length = prompt_length
         self.row_capacity = rows
@@ -383,6 +386,12 @@ class KVCache(Cache, ABC):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Assisted decoding takes tokens back; what they evicted is gone."""
         raise UserError("A cache that evicts cannot take tokens back; assisted decoding is not supported.")
+
+
+def counted(make: Callable[[], Tensor]) -> Tensor:
+    """A new buffer whose writes torch counts even inside torch.inference_mode, so that a policy's own are found out."""
+    with torch.inference_mode(False), torch.no_grad():
+        return make()
 
 
 def storage_bytes(*tensors: Tensor) -> int:

@@ -172,13 +172,6 @@ class MemoryUsage:
         return sum(torch.cuda.max_memory_allocated(gpu) for gpu in self.gpus)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that there was no memory left, on a GPU or for the process."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
 def _processor() -> str:
     """The processor's name, as far as the system gives it."""
     try:

@@ -1,6 +1,7 @@
 """The contract between the engine and an eviction method."""
 
-from evictbench.policy.base import BasePolicy, Granularity, NoSettings, Phase, Policy, Prefill, PrefillMode, Signal
+from evictbench.policy.base import BasePolicy, NoSettings, Policy
+from evictbench.policy.declarations import Granularity, Phase, Prefill, PrefillMode, Signal
 from evictbench.policy.ragged import HeadBudgetPolicy, PagedPolicy, RaggedPolicy
 from evictbench.policy.step import (
     ACTIVATIONS,

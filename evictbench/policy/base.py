@@ -10,43 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from evictbench.errors import UserError
 from evictbench.policy.budget import Budget
+from evictbench.policy.charge import Charge, charge
+from evictbench.policy.declarations import RENAMED, Granularity, Phase, Prefill, PrefillMode, Signal, check_class
+from evictbench.policy.guard import GUARDED, guarded
 from evictbench.policy.plot_style import PlotStyle
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.policy.step import DenseRun, MemoryTensor, ModelShape, NewEntries, SlotTensor, Step
-
-Signal = Literal["last_query_probs", "window_probs", "mass", "recent_probs"]
-Granularity = Literal["head", "layer", "model"]
-Prefill = Literal["native", "dense", "bounded"]
-"""What a run may ask for; "native" is the policy's own mode."""
-
-PrefillMode = Literal["dense", "bounded", "sparse"]
-Phase = Literal["prompt", "decode"]
-
-RENAMED: Mapping[str, str] = {
-    "shares": "granularity",
-    "guarded": "enforces_budget",
-    "rotary": "needs_rope",
-    "foresees": "needs_labels",
-    "foresee": "labels",
-    "ahead": "lookahead",
-    "hides": "masks_heads",
-    "hidden": "head_mask",
-    "seen_of": "visible_entries",
-    "settle": "prepare_layers",
-    "deadlines": "expiry",
-    "taps": "hooks",
-    "ragged": "the base class RaggedPolicy",
-    "contested": "the base class HeadBudgetPolicy",
-}
-"""Members of policies by their old names. A class that still defines one is refused, because the engine would not see
-it."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +62,18 @@ class BasePolicy:
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, family: bool = False, **named: Any) -> None:
+        """Check the class, and guard the methods that the engine calls. family: the class is one of ours to subclass.
+
+        Raises TypeError for a member that the engine does not know, or for members that do not go together.
+        """
         super().__init_subclass__(**named)
-        refuse_old_names(vars(cls), cls)
+        if family:
+            return
+        check_class(cls)
+        for name in GUARDED & set(vars(cls)):
+            if isinstance(method := vars(cls)[name], FunctionType):
+                setattr(cls, name, guarded(name, method))
         if "use" in vars(cls):
             cls.use = _noting_weights(vars(cls)["use"])  # type: ignore[attr-defined]
 
@@ -110,13 +96,22 @@ class BasePolicy:
         """The prompt mode of a run. given: "native" for the policy's own, else "dense" or "bounded"."""
         return cls.prefill if given == "native" else given
 
-    def charged_state(self, shape: ModelShape) -> int:
-        """State that does not grow with the slots, as entries per KV head: elements / (2 * head_dim), rounded up."""
+    @final
+    def charge(self, shape: ModelShape) -> Charge:
+        """What the engine charges the policy for its state, by the one rule in `evictbench.policy.charge`."""
+        return charge(shape, self.held_state(shape), self.held_queries(shape))
+
+    def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
+        """Every tensor that is held for the policy, with the number of KV heads that hold it together."""
+        return [(tensor, 1) for tensor in self.slot_state(shape).values()]
+
+    def held_queries(self, shape: ModelShape) -> int:
+        """How many numbers of queries are held in decode for each KV head of a layer."""
         return 0
 
     def minimum_budget(self, shape: ModelShape) -> int:
         """The smallest budget that leaves one entry to choose: what is protected, what is charged, and one."""
-        return self.sinks + int(self.recent(0)) + self.charged_state(shape) + 1
+        return self.charge(shape).cost(self.sinks + int(self.recent(0)) + 1)
 
     def check_budget(self, budget: Budget) -> None:
         """Raise UserError for a budget that the policy cannot work with on any text."""
@@ -163,13 +158,6 @@ class BasePolicy:
         return {}
 
 
-def refuse_old_names(members: Mapping[str, Any], policy: type[BasePolicy]) -> None:
-    """Raise TypeError if a policy's class or object has a member by an old name. members: of the class or object."""
-    for old, new in policy.renamed.items():
-        if old in members:
-            raise TypeError(f"The policy {policy.__name__} defines {old}, which is now {new}.")
-
-
 def _noting_weights(use: Callable[..., None]) -> Callable[..., None]:
     """A policy's `use` that also sets `has_weights`."""
 
@@ -181,7 +169,7 @@ def _noting_weights(use: Callable[..., None]) -> Callable[..., None]:
     return noting
 
 
-class Policy(BasePolicy):
+class Policy(BasePolicy, family=True):
     """A scored eviction method: every kept set of a layer holds equally many entries, the ones with the best scores.
 
     signals: what the engine computes for the policy. Without signals the fast attention kernel is used.
@@ -207,6 +195,19 @@ class Policy(BasePolicy):
     def window(self) -> int:
         """How many last queries `window_probs` shows."""
         return 0
+
+    @final
+    def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
+        """As of `BasePolicy`: slot tensors and memories of each KV head, and what the sharers of a kept set hold."""
+        sharing = {"head": 1, "layer": shape.kv_heads, "model": shape.layers * shape.kv_heads}[self.granularity]
+        own = [*self.slot_state(shape).values(), *self.memory(shape).values()]
+        return [(tensor, 1) for tensor in own] + [(tensor, sharing) for tensor in self.shared_state(shape).values()]
+
+    @final
+    def held_queries(self, shape: ModelShape) -> int:
+        """As of `BasePolicy`: the last queries, where `window_probs` are shown in decode."""
+        shown = "window_probs" in self.signals and self.enforces_budget
+        return shape.group * self.window * shape.head_dim if shown else 0
 
     @property
     def reindexed_sinks(self) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from evictbench.policy.base import RENAMED, BasePolicy
+from evictbench.policy.base import BasePolicy
+from evictbench.policy.declarations import RENAMED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ PAGED_RENAMED: Mapping[str, str] = {
 """`RENAMED` for policies in pages."""
 
 
-class PagedPolicy(BasePolicy):
+class PagedPolicy(BasePolicy, family=True):
     """What both families have in common. Subclass `RaggedPolicy` or `HeadBudgetPolicy` instead.
 
     stated_length: the number of tokens that a budget is meant for, where the suite states it; None: each prompt's own.
@@ -80,7 +81,7 @@ class PagedPolicy(BasePolicy):
         return queries
 
 
-class RaggedPolicy(PagedPolicy):
+class RaggedPolicy(PagedPolicy, family=True):
     """A method that decides for each entry of each head until when it is seen.
 
     In a pass with one token a row, decisions matter to the next pass only, so that the engine asks for all layers at
@@ -137,7 +138,7 @@ class RaggedPolicy(PagedPolicy):
         return torch.stack([self.expiry(one_layer) for one_layer in entries])
 
 
-class HeadBudgetPolicy(PagedPolicy):
+class HeadBudgetPolicy(PagedPolicy, family=True):
     """A method whose entries compete in a pool of each head.
 
     A head holds sinks, the last `recent(budget)` positions and a pool. When a token leaves the recent window it joins

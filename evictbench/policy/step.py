@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -150,9 +150,10 @@ class HeadBudgets:
     over_budget: bool
 
 
-@dataclass
 class Signals:
     """The signals that the policy declared, for the forward pass that has just attended. All are float32 or wider.
+
+    A declared signal that this pass does not have is None. Reading one that is not declared is an AttributeError.
 
     last_query_probs: `[rows, kv_heads, group, slots]`, the softmax row of each sequence's last query.
     mass: `[rows, kv_heads, group, slots]`, the column sums of the causal softmax over this pass's queries.
@@ -165,10 +166,18 @@ class Signals:
     does not have, have rows of zeros. Sinks count at the positions where they were cached.
     """
 
-    last_query_probs: Tensor | None = None
-    mass: Tensor | None = None
-    window_probs: Callable[[], Tensor] | None = None
-    recent_probs: Callable[..., Tensor] | None = None
+    last_query_probs: Tensor | None
+    mass: Tensor | None
+    window_probs: Callable[[], Tensor] | None
+    recent_probs: Callable[..., Tensor] | None
+
+    def __init__(self, declared: Iterable[str] = ()) -> None:
+        vars(self).update(dict.fromkeys(declared))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Signals.__annotations__:
+            raise AttributeError(f"the signal {name} is read and not declared in `signals`")
+        raise AttributeError(f"there is no signal {name}: there are {', '.join(sorted(Signals.__annotations__))}")
 
 
 @dataclass

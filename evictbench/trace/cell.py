@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evictbench.cache.clock import Clock, clock_for
-from evictbench.errors import UserError
-from evictbench.models.machine import MemoryUsage, is_out_of_memory
+from evictbench.errors import UserError, is_out_of_memory
+from evictbench.models.machine import MemoryUsage
 from evictbench.policy.step import ModelShape
 from evictbench.store.trace_files import DECODE, OK, OUT_OF_MEMORY, PREFILL
 

@@ -196,8 +196,8 @@ class KVpop(_Ranked):
     """Hauzenberger et al., "KVpop", arXiv 2607.05061 v2, with the mLSTM scorer.
 
     Unlike kvpop_mlp, it scores a token when it leaves the window, from its key, its value, and the answer of an mLSTM
-    memory over all keys and values so far. The memory, head_dim x head_dim a KV head, is charged as head_dim / 2
-    entries, as published (64 at head_dim 128); its normaliser and stabiliser, head_dim + 1 numbers more, are not.
+    memory over all keys and values so far. The memory is charged as any policy's state, which gives head_dim / 2
+    entries, as published (64 at head_dim 128).
 
     Deviations and what the paper leaves open: those of kvpop_mlp; the memory's gates and features (see MLSTMScorer).
     The cache evicts before the next query's key is known, so that a token has been followed by window - 1 others when
@@ -208,10 +208,6 @@ class KVpop(_Ranked):
     summary = "learned: future attention guessed by an mLSTM that has seen what followed, pool ranked by it"
     plot_style = PlotStyle("#ba3bdf", "P", LONG, place=8)
     scorer = "mlstm"
-
-    def charged_state(self, shape: ModelShape) -> int:
-        """The matrix memory as entries: `head_dim² / (2 · head_dim)`, rounded up."""
-        return -(-shape.head_dim // 2)
 
     def memory(self, shape: ModelShape) -> Mapping[str, MemoryTensor]:
         """The state of each KV head's mLSTM."""

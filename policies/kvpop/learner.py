@@ -55,7 +55,7 @@ class ScorerLearner(Learner):
         self.sinks = int(recipe.sinks)
         self.window = training.window
         self.temperature = recipe.temperature
-        self.charged = policy.charged_state(shape)
+        self.charged = policy.charge(shape).fixed
         self.recipe = recipe
         self.length = training.length
         least = self.sinks + self.window + self.charged + 1

@@ -197,7 +197,7 @@ def test_a8_keys_are_cached_once_per_kv_head(policy: Policy) -> None:
     model = tiny_model(groups=3)
     cache = new_cache(model, policy, BUDGET)
     decode(model, cache, int(forward(model, cache, prompt(60))[-1].argmax()), 5)
-    shape, slots = cache.shape, BUDGET - cache.charged
+    shape, slots = cache.shape, cache.charge.slots(BUDGET)
     sets = {"head": shape.kv_heads, "layer": 1, "model": 1}[policy.granularity]
     placements = 1 if policy.granularity == "model" else shape.layers
     expected = 2 * shape.layers * shape.kv_heads * slots * shape.head_dim * 8
@@ -323,8 +323,10 @@ def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypat
     decode(model, cache, int(forward(model, cache, prompt(40))[-1].argmax()), 20)
     occupancy = cache.rows[0].occupancy
     assert len(read) == 20 * cache.shape.layers
-    assert occupancy.largest == max(read) + cache.charged
-    assert occupancy.total / occupancy.steps == sum(read) / len(read) + cache.charged
+    assert occupancy.largest == cache.charge.cost(max(read))
+    assert occupancy.total / occupancy.steps == cache.charge.fixed + sum(read) / len(read) * (
+        1 + cache.charge.per_entry
+    )
 
 
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)

@@ -49,6 +49,7 @@ class Case:
     chunk: int
     border: int | None
     charged: int = 0
+    beside: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -82,6 +83,7 @@ class Case:
             self.chunk,
             self.border,
             self.charged,
+            self.beside,
         )
 
 

@@ -25,14 +25,16 @@ class Budget:
     amount: int | float | None
     prompt: int  # length of the prompt, or of the context where the question is unseen
     charged: int = 0  # entries' worth of state kept beside the cache, which the budget pays for
+    beside: int = 0  # entries' worth of state that travels with each entry
 
     def at(self, seen: int) -> int | None:
         """The budget of the query that is the `seen`-th token of the text."""
         if self.amount is None:
             return None
         if isinstance(self.amount, int):
-            return self.amount - self.charged
-        return max(32, math.floor(self.amount * max(self.prompt, seen))) - self.charged
+            return (self.amount - self.charged) // (1 + self.beside)
+        amount = max(32, math.floor(self.amount * max(self.prompt, seen)))
+        return (amount - self.charged) // (1 + self.beside)
 
 
 class Record:
@@ -117,6 +119,7 @@ def simulate(
     chunk: int = 16,
     border: int | None = None,
     charged: int = 0,
+    beside: int = 0,
 ) -> Trace:
     """Read the prompt, then generate, evicting as the rule says.
 
@@ -124,7 +127,8 @@ def simulate(
     included, so `logits` has a row and `kept` an entry for each.
     `budget`: an int, a share as a float, or None.
     `border`: where the question begins, if it is unseen: prompt[:border] is the context.
-    `charged`: entries that the budget loses to state beside the cache; the rule works with what is left.
+    `charged`: entries that the budget loses to state beside the cache, and `beside` with each entry; the rule works
+    with what is left.
 
     Raises ValueError for a budget that the rule cannot work with.
     """
@@ -137,7 +141,7 @@ def simulate(
     context = len(prompt) if border is None else border
     if not 1 <= context <= len(prompt):
         raise ValueError(f"the border {border} is not inside the prompt of {len(prompt)}")
-    allowed = Budget(budget, context, charged)
+    allowed = Budget(budget, context, charged, beside)
     least = allowed.at(1)
     if least is not None and least < policy_rule.least_budget:
         raise ValueError(f"{policy_rule.name} needs a budget of at least {policy_rule.least_budget}, not {least}")

@@ -22,7 +22,7 @@ from evictbench.cache.slots.placement import Placement
 from evictbench.cache.slots.signals import LayerAttention, visibility
 from evictbench.errors import UserError
 from evictbench.policy.base import Policy
-from evictbench.policy.step import NewEntries, Step
+from evictbench.policy.step import NewEntries, Signals, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,7 @@ class SlotCache(KVCache):
         rotates = policy.needs_rope or policy.reindexed_sinks
         self.inv_freq = inverse_frequencies(model, policy.name) if rotates else None
         super().__init__(model, policy, budget, **settings)
-        self.charged = policy.charged_state(self.shape)
+        self.charge = policy.charge(self.shape)
         self.dense = self.budget is None or self.mode == "dense"
 
     def new_layer(self, index: int) -> SlotLayer:
@@ -81,7 +81,7 @@ class SlotCache(KVCache):
             return seen + 1
         budget = self.budget.at(0 if self.policy.share_of == "cache" else row.prompt, seen)
         self.policy.check_entries(budget, self.shape)
-        return budget - self.charged
+        return self.charge.slots(budget)
 
     def kept(self, layer: int, row: int = 0) -> Tensor:
         """The positions that a layer holds of a row, ascending, `[sets, held]` int64; all sets hold equally many."""
@@ -219,6 +219,7 @@ class SlotCache(KVCache):
             query_positions=plan.query_positions(keys.device),
             budgets=plan.budgets(keys.device),
             steady=plan.steady,
+            signals=Signals(self.policy.signals),
             shared=shared,
             carried=self._carried,
             dense=plan.dense,
@@ -251,8 +252,9 @@ class SlotCache(KVCache):
         masks = self.policy.masks_heads
         for row, after, entries, target in zip(self.rows, plan.after, plan.entries, plan.targets, strict=True):
             if plan.single and plan.decodes:
-                mean = self.policy.visible_entries(after, entries[-2], self.shape) + self.charged if masks else None
-                row.occupancy.add(after + self.charged, mean)
+                taken = self.charge.cost(after)
+                unseen = after - self.policy.visible_entries(after, entries[-2], self.shape) if masks else 0
+                row.occupancy.add(taken, taken - unseen if masks else None)
             row.freed_slot = plan.one_out and target is not None
         super().close(plan)
         if self.prompt_done:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from evictbench.cache.base import CacheLayer, KVCache, storage_bytes
+from evictbench.cache.base import CacheLayer, KVCache, counted, storage_bytes
 
 if TYPE_CHECKING:
     from evictbench.cache.forward_plan import ForwardPlan
@@ -50,7 +51,8 @@ class SlotLayer(CacheLayer):
             if dense or not declared.while_dense:
                 wanted[name] = ((declared.width,) if declared.width else (), declared.dtype, declared.fill)
         for name, (tail, dtype, fill) in wanted.items():
-            new = torch.full((rows, self.shape.kv_heads, capacity, *tail), fill, dtype=dtype, device=like.device)
+            size = (rows, self.shape.kv_heads, capacity, *tail)
+            new = counted(partial(torch.full, size, fill, dtype=dtype, device=like.device))
             if (old := self.buffers.get(name)) is not None:
                 keep_rows, keep = min(rows, old.shape[0]), min(capacity, old.shape[2])
                 new[:keep_rows, :, :keep] = old[:keep_rows, :, :keep]
@@ -117,7 +119,8 @@ class SlotLayer(CacheLayer):
             if capacity is None:
                 old[rows, :, :kept_slots] = kept
             else:
-                new = old.new_zeros((old.shape[0], old.shape[1], capacity, *old.shape[3:]))
+                size = (old.shape[0], old.shape[1], capacity, *old.shape[3:])
+                new = counted(partial(torch.zeros, size, dtype=old.dtype, device=old.device))
                 new[rows, :, :kept_slots] = kept
                 self._replace(self.buffers, name, new)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from evictbench.cache.base import counted
 from evictbench.policy.step import EMPTY, MemoryTensor, SlotTensor
 
 
@@ -57,7 +59,8 @@ class Placement:
         keep_rows, keep = min(rows, self.positions.shape[0]), min(capacity, self.capacity)
 
         def resized(old: Tensor, fill: float) -> Tensor:
-            new = old.new_full((rows, old.shape[1], capacity, *old.shape[3:]), fill)
+            size = (rows, old.shape[1], capacity, *old.shape[3:])
+            new = counted(partial(torch.full, size, fill, dtype=old.dtype, device=old.device))
             new[:keep_rows, :, :keep] = old[:keep_rows, :, :keep]
             return new
 
@@ -80,7 +83,8 @@ class Placement:
         kept_slots = index.shape[2]
         kept = self.positions[rows].gather(2, index)
         if capacity is not None:
-            self.positions = self.positions.new_full((*self.positions.shape[:2], capacity), EMPTY)
+            size = (*self.positions.shape[:2], capacity)
+            self.positions = counted(partial(torch.full, size, EMPTY, dtype=torch.int32, device=self.device))
         self.positions[rows, :, :kept_slots] = kept
         self.positions[rows, :, kept_slots:] = EMPTY
         for name, old in self.state.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +42,8 @@ class LayerAttention:
     shift: SinkShift | None
     clock: Clock
     unread: bool = False
+    decoded: Tensor | None = field(default=None, init=False)
+    """In a pass of one token a row: the probabilities, if a signal needs them."""
 
     def run(self) -> Tensor:
         """The output, shaped like query; the declared signals are in `step.signals` then."""
@@ -74,7 +76,9 @@ class LayerAttention:
         reads_decode = "mass" in wanted or "recent_probs" in wanted or ("last_query_probs" in wanted and plan.cuts)
         if plan.single and reads_decode:
             output, probs = attend_one(query, step.keys, step.values, bias, scaling)
-            signals.mass = signals.last_query_probs = probs
+            self.decoded = probs
+            for name in wanted & {"mass", "last_query_probs"}:
+                setattr(signals, name, probs)
             return output
         if "mass" in wanted or sinks is not None:
             output, signals.mass = attend_and_observe(
@@ -127,7 +131,7 @@ class LayerAttention:
         """The signal of that name: softmax rows of the `count` queries of this pass in front of its last `before`."""
         plan, step, query = self.plan, self.step, self.query
         rows, heads, queries, _ = query.shape
-        decoded = step.signals.mass if plan.single else None
+        decoded = self.decoded
         wide = torch.promote_types(query.dtype, torch.float32)
         slots, kv_heads, device = plan.used, step.keys.shape[1], query.device
         if decoded is not None and count == 1 and before == 0:

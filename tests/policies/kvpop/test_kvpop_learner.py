@@ -175,7 +175,7 @@ def test_expiry_of_a_whole_text_equals_the_recursion(sinks: int, window: int, po
 
 @BOTH
 def test_a_budget_that_protects_everything_is_refused(cls: type[Policy]) -> None:
-    charged = cls().charged_state(ModelShape.of(tiny_model().config))
+    charged = cls().charge(ModelShape.of(tiny_model().config)).fixed
     least = SINKS + WINDOW + charged + 1
     assert made(cls, budgets=(least, 64)).pool(least) == 1
     with pytest.raises(UserError, match=f"at least {least} entries"):

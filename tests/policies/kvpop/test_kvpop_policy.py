@@ -214,7 +214,7 @@ def test_the_memory_is_charged_and_counted() -> None:
     shape = ModelShape.of(tiny_model().config)
     for cls, charged in ((KVpop, HEAD_DIM // 2), (KVpopMLP, 0)):
         policy = build(cls)
-        assert policy.charged_state(shape) == charged
+        assert policy.charge(shape).fixed == charged
         cache = run(policy, prompt(60), 60, BUDGET)
         for token in prompt(10, 1):
             forward_rows(tiny_model(), cache, [[token]])
@@ -230,14 +230,14 @@ def test_the_memory_is_charged_and_counted() -> None:
 @pytest.mark.parametrize(("head_dim", "charged"), [(64, 32), (128, 64)])
 def test_what_is_charged_on_real_models(head_dim: int, charged: int) -> None:
     shape = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=head_dim)
-    assert KVpop(KVpop.Config()).charged_state(shape) == charged
-    assert KVpopMLP(KVpopMLP.Config()).charged_state(shape) == 0
+    assert KVpop(KVpop.Config()).charge(shape).fixed == charged
+    assert KVpopMLP(KVpopMLP.Config()).charge(shape).fixed == 0
 
 
 @BOTH
 def test_a_budget_that_protects_everything_is_refused(cls: type[Policy]) -> None:
     policy, shape = build(cls), ModelShape.of(tiny_model().config)
-    least = SINKS + WINDOW + policy.charged_state(shape) + 1
+    least = SINKS + WINDOW + policy.charge(shape).fixed + 1
     assert policy.minimum_budget(shape) == least
     new_cache(tiny_model(), policy, least)
     with pytest.raises(UserError, match=f"at least {least} entries"):

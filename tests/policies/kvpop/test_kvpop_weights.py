@@ -39,7 +39,7 @@ def test_saved_weights_are_found_and_set_what_is_left_open(cls: type[Policy], tm
     given = cls(cls.Config(sinks=1, window=9))
     given.use(found(given, tmp_path), SHAPE)
     assert (given.sinks, given.recent(0)) == (1, 9)
-    assert given.minimum_budget(SHAPE) == 1 + 9 + given.charged_state(SHAPE) + 1
+    assert given.minimum_budget(SHAPE) == 1 + 9 + given.charge(SHAPE).fixed + 1
     rounded = random_tensors(cls.name, SHAPE)
     for layer in range(SHAPE.layers):
         scorer, log_gamma = policy.scorer_of_layers(range(layer, layer + 1), torch.device("cpu"))  # type: ignore[attr-defined]
