@@ -7,7 +7,7 @@ method; and a method that writes to the keys, values or positions that it is sho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,18 @@ def guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def guarded_method(self: Any, *arguments: Any, **named: Any) -> Any:
         shown = arguments[0] if arguments else None
-        before = [tensor._version for tensor in _tracked(shown)]
-        kind = (name, *_kind(shown))
-        first = kind not in self.__dict__.setdefault("_checked", set())
-        copies = [(tensor, tensor.clone()) for tensor in _untracked(shown)] if first else []
+        read_only: Sequence[Tensor] = ()
+        if type(shown) is Step:
+            kind: object = shown.kind
+            read_only = shown.read_only
+        elif type(shown) is list and shown and type(shown[0]) is Step:
+            kind = shown[0].kind
+            read_only = [tensor for step in shown for tensor in step.read_only]
+        else:
+            kind = (shown.layer, shown.positions.shape[1] == 1) if type(shown) is NewEntries else None
+        versions = [tensor._version for tensor in read_only]
+        first = (name, kind) not in self.__dict__.setdefault("_checked", set())
+        copies = [(tensor, tensor.clone()) for tensor in _uncounted(shown)] if first else []
         try:
             result = method(self, *arguments, **named)
         except (UserError, RunFailed):
@@ -42,16 +50,14 @@ def guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if is_out_of_memory(error):
                 raise
             raise _failed(type(self), name, f"failed: {type(error).__name__}: {_reason(error, shown)}") from error
-        if before != [tensor._version for tensor in _tracked(shown)]:
+        written = versions != [tensor._version for tensor in read_only]
+        if written or (copies and not all(_equal(*pair) for pair in copies)):
             raise _failed(type(self), name, "wrote to keys, values or positions that it may only read")
         if first:
-            for tensor, copy in copies:
-                if not _equal(tensor, copy):
-                    raise _failed(type(self), name, "wrote to keys, values or positions that it may only read")
             fault = check(self, shown, result) if check is not None else None
             if fault is not None:
                 raise _failed(type(self), name, f"returned {fault}")
-            self._checked.add(kind)
+            self._checked.add((name, kind))
         return result
 
     return guarded_method
@@ -71,31 +77,8 @@ def _reason(error: Exception, shown: Any) -> str:
     return reason
 
 
-def _kind(shown: Any) -> tuple[object, ...]:
-    """What tells one kind of pass from another: the layer, one token or several, and what happens at the end."""
-    if isinstance(shown, Step):
-        return shown.layer, shown.query_positions.shape[1] == 1, shown.dense, shown.ends_prompt, shown.cuts
-    if isinstance(shown, NewEntries):
-        return shown.layer, shown.positions.shape[1] == 1
-    return ()
-
-
-def _steps(shown: Any) -> Sequence[Step]:
-    if isinstance(shown, Step):
-        return (shown,)
-    return shown if isinstance(shown, list) and shown and isinstance(shown[0], Step) else ()
-
-
-def _tracked(shown: Any) -> Iterable[Tensor]:
-    """The tensors whose writes torch counts: the cache's own."""
-    for step in _steps(shown):
-        for tensor in (step.keys, step.values, step.positions):
-            if not tensor.is_inference():  # a copy
-                yield tensor
-
-
-def _untracked(shown: Any) -> Iterable[Tensor]:
-    """The tensors that have to be compared: the model's."""
+def _uncounted(shown: Any) -> Sequence[Tensor]:
+    """Tensors whose writes torch may not count, so that they have to be compared: the model's, and copies."""
     if isinstance(shown, NewEntries):
         return shown.keys, shown.values, shown.positions
     if isinstance(shown, PrefillChunk):

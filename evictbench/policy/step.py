@@ -223,6 +223,14 @@ class Step:
     ends_prompt: bool = False
     cuts: bool = False
 
+    def __post_init__(self) -> None:
+        one_token = self.query_positions.shape[1] == 1
+        self.kind = (self.layer, one_token, self.dense, self.ends_prompt, self.cuts)
+        """What tells this pass and layer from others, for checks that are made once for each kind."""
+        shown = (self.keys, self.values, self.positions)
+        self.read_only = tuple(tensor for tensor in shown if not tensor.is_inference())
+        """Those of keys, values and positions whose writes torch counts: the cache's own, and not copies."""
+
 
 def reduce_group(probs: Tensor, how: GroupReduction) -> Tensor:
     """Reduce the query heads of one KV head: `[rows, kv_heads, group, ...]` to `[rows, kv_heads, ...]`."""

@@ -211,7 +211,7 @@ class IndexMem(HeadBudgetPolicy):
 
     def _scorer(self, layer: int, device: torch.device) -> Scorer:
         if not self._scorers:
-            raise RuntimeError(f"{self.name} has no weights yet: give it some with use().")
+            raise UserError(f"{self.name} has no weights yet: give it some with use().")
         if (layer, device) not in self._scorer_on:
             self._scorer_on[layer, device] = self._scorers[layer].to(device)
         return self._scorer_on[layer, device]

@@ -142,7 +142,7 @@ class _Ranked(Policy):
     def scorer_of_layers(self, layers: range, device: torch.device) -> tuple[Any, Tensor]:
         """The scorer of neighbouring layers' heads and their log gamma `[len(layers) · kv_heads]`, on a device."""
         if self._scorer is None or self._log_gamma is None:
-            raise RuntimeError(f"{self.name} has no weights yet: give it some with use().")
+            raise UserError(f"{self.name} has no weights yet: give it some with use().")
         if (layers, device) not in self._parts:
             heads = slice(layers.start * self._kv_heads, layers.stop * self._kv_heads)
             self._parts[layers, device] = self._scorer.part(heads, device), self._log_gamma[heads].to(device)

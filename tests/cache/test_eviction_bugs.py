@@ -324,9 +324,8 @@ def test_a14_reported_occupancy_is_what_attention_read(policy: Policy, monkeypat
     occupancy = cache.rows[0].occupancy
     assert len(read) == 20 * cache.shape.layers
     assert occupancy.largest == cache.charge.cost(max(read))
-    assert occupancy.total / occupancy.steps == cache.charge.fixed + sum(read) / len(read) * (
-        1 + cache.charge.per_entry
-    )
+    mean = sum(read) / len(read)
+    assert occupancy.total / occupancy.steps == cache.charge.fixed + mean * (1 + cache.charge.per_entry)
 
 
 @pytest.mark.parametrize("policy", small_policies(), ids=lambda policy: policy.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,14 @@ from evictbench.cache.paged.prefill import drop_hidden, move_into_pages, read_ch
 from evictbench.cache.paged.prompt import Prompt
 from evictbench.cache.paged.stack import StackedPools
 from evictbench.cache.rows import RowBudget
+from evictbench.errors import UserError
 from evictbench.policy.ragged import HeadBudgetPolicy
 from evictbench.policy.step import NewEntries, SlotTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from evictbench.policy.budget import Budget
 
 
 class HeadBudgetCache(PagedCache):
@@ -37,6 +44,20 @@ class HeadBudgetCache(PagedCache):
     """
 
     policy: HeadBudgetPolicy
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: HeadBudgetPolicy,
+        budget: Budget | int | str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, policy, budget, **settings)
+        if policy.charge(self.shape).per_entry:
+            raise UserError(
+                f"{policy.name} holds {2 * self.shape.head_dim} numbers or more with each entry, as much as the entry "
+                "itself, which a cache with head budgets does not charge."
+            )
 
     def reset(self) -> None:
         """Forget every sequence and free every page."""

@@ -287,5 +287,5 @@ def test_a_decode_step_costs_what_the_budget_is_not_what_was_seen(cls: type[Poli
 def test_without_weights_it_says_so() -> None:
     for cls in (KVpop, KVpopMLP):
         policy = cls(cls.Config(sinks=SINKS, window=WINDOW))
-        with pytest.raises(RuntimeError, match="no weights"):
+        with pytest.raises(UserError, match="no weights"):
             run(policy, prompt(60), 7, BUDGET)
