@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from evictbench.models import bundled
-from evictbench.policy.base import Prefill
+from evictbench.policy.declarations import Prefill
 
 CHOICES = {
     "question": ("default", "seen", "unseen"),

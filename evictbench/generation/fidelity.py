@@ -29,7 +29,8 @@ from evictbench.generation.batching import continuous_batching
 from evictbench.generation.dense_run import Everything
 from evictbench.generation.generator import Completion
 from evictbench.generation.runner import Costs, ModelRunner
-from evictbench.policy.base import BasePolicy, Prefill
+from evictbench.policy.base import BasePolicy
+from evictbench.policy.declarations import Prefill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from evictbench.cache.base import KVCache
-    from evictbench.policy.base import BasePolicy, Prefill
+    from evictbench.policy.base import BasePolicy
     from evictbench.policy.budget import Budget
+    from evictbench.policy.declarations import Prefill
 
 THINK, THINK_END = "<think>", "</think>"
 

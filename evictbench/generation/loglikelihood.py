@@ -19,8 +19,9 @@ from evictbench.generation.runner import Costs, ModelRunner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.base import BasePolicy, Prefill
+    from evictbench.policy.base import BasePolicy
     from evictbench.policy.budget import Budget
+    from evictbench.policy.declarations import Prefill
 
 
 @dataclass(frozen=True)

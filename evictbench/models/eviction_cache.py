@@ -8,8 +8,9 @@ from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.models import load
 from evictbench.models.ready import ready_policy
-from evictbench.policy.base import BasePolicy, Prefill
+from evictbench.policy.base import BasePolicy
 from evictbench.policy.budget import Budget
+from evictbench.policy.declarations import Prefill
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

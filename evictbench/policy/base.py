@@ -200,7 +200,7 @@ class Policy(BasePolicy, family=True):
     def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
         """As of `BasePolicy`: slot tensors and memories of each KV head, and what the sharers of a kept set hold."""
         sharing = {"head": 1, "layer": shape.kv_heads, "model": shape.layers * shape.kv_heads}[self.granularity]
-        own = [*self.slot_state(shape).values(), *self.memory(shape).values()]
+        own: list[SlotTensor | MemoryTensor] = [*self.slot_state(shape).values(), *self.memory(shape).values()]
         return [(tensor, 1) for tensor in own] + [(tensor, sharing) for tensor in self.shared_state(shape).values()]
 
     @final

@@ -139,7 +139,7 @@ def check_values(policy: Any, name: str) -> None:
         value = getattr(policy, member, choices[0])
         if isinstance(value, str) and value not in choices:
             raise TypeError(f"The policy {name} declares {member}={value!r}: it is {', '.join(choices)}.")
-    signals = getattr(policy, "signals", frozenset())
+    signals: Any = getattr(policy, "signals", frozenset())
     if isinstance(signals, property):  # of a class: its objects are checked
         return
     if isinstance(signals, str) or not isinstance(signals, Collection):

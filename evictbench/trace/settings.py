@@ -14,8 +14,9 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import CHOICES
 from evictbench.models import bundled, random_models
-from evictbench.policy.base import Policy, Prefill
+from evictbench.policy.base import Policy
 from evictbench.policy.budget import Budget
+from evictbench.policy.declarations import Prefill
 from evictbench.trace.store import check_folder
 
 ROOT = Path("results/traces")

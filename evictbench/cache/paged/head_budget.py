@@ -33,8 +33,6 @@ from evictbench.policy.step import NewEntries, SlotTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.policy.budget import Budget
-
 
 class HeadBudgetCache(PagedCache):
     """The cache of a `HeadBudgetPolicy`; arguments and errors as of `KVCache`.
@@ -45,14 +43,8 @@ class HeadBudgetCache(PagedCache):
 
     policy: HeadBudgetPolicy
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        policy: HeadBudgetPolicy,
-        budget: Budget | int | str | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(model, policy, budget, **settings)
+    def __init__(self, model: PreTrainedModel, policy: HeadBudgetPolicy, *budget: Any, **settings: Any) -> None:
+        super().__init__(model, policy, *budget, **settings)
         if policy.charge(self.shape).per_entry:
             raise UserError(
                 f"{policy.name} holds {2 * self.shape.head_dim} numbers or more with each entry, as much as the entry "
