@@ -110,9 +110,10 @@ def _ask(child: subprocess.Popen[str], line: str | None, seconds: float) -> str:
         clock.cancel()
 
 
-def version() -> str:
-    """math-verify's version."""
-    return metadata.version("math-verify")
+def versions() -> dict[str, str]:
+    """The versions that verdicts depend on: of math-verify, of the ANTLR runtime, which chooses the parser of LaTeX, and
+    of sympy."""
+    return {name: metadata.version(name) for name in ("math-verify", "antlr4-python3-runtime", "sympy")}
 
 
 _judges: dict[int, Judge] = {}  # by process id: a fork must not share its parent's pipes
