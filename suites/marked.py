@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-_MARKER = re.compile(r"""\banswer(?:\s+is\b|\s*:)(?:[\s:*_`"“'‘]|\$\$|\\\[|\\\()*""", re.IGNORECASE)
+from .wording import CORRECTED, REJECTED
+
+_MARKER = re.compile(
+    r"""\banswer(?:\s+is(?:\b|(?=n['’]t\b))|\s+(?:can|could|must|should|will|would|may|does)(?=\s*not\b|n['’]t\b)|"""
+    r"""\s+ca(?=n['’]t\b)|\s*:)(?:[\s:*_`"“'‘]|\$\$|\\\[|\\\()*""",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"""\n|[.!?](?=[\s*_`"”'’)\]}]|$)""")
 
 
@@ -13,10 +19,20 @@ def marked(text: str) -> Iterator[str]:
     """The text after each "answer is" or "answer:", up to the end of its sentence or line, or to the next marker. The
     last answer comes first.
 
-    The full stop that ends an answer is the only thing that is taken from it.
+    The full stop that ends an answer is the only thing that is taken from it. A sentence that says what the answer is
+    not gives what it says instead ("not (B) but (C)" gives "(C)"), or "" ("cannot be (B)").
     """
     limit = len(text)
     for marker in reversed(list(_MARKER.finditer(text))):
         end = _SENTENCE_END.search(text, marker.end(), limit)
-        yield text[marker.end() : end.start() if end else limit].strip()
+        yield affirmed(text[marker.end() : end.start() if end else limit].strip())
         limit = marker.start()
+
+
+def affirmed(sentence: str) -> str:
+    """An answer's sentence; of one that begins with a rejection, what follows "but" or "it is", else ""."""
+    rejection = REJECTED.match(sentence)
+    if rejection is None:
+        return sentence
+    turn = CORRECTED.search(sentence, rejection.end())
+    return sentence[turn.end() :] if turn else ""

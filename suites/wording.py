@@ -11,10 +11,17 @@ ANNOUNCED = re.compile(
 )
 r"""The beginning of "the answer is 7"; group 1 is there inside a \text{} that has more to say."""
 
-HEDGES = re.compile(
-    r"n['’]t\b|\b(?:not|cannot|never|neither|nor|except|unless|approximately|approx|about|roughly|almost|nearly|"
+_COMPARED = (
     r"(?:at|or)\s+(?:least|most|more|less|fewer|greater|higher|lower|above|below|larger|smaller)|"
-    r"(?:more|less|fewer|greater|larger|smaller)\s+than|up\s+to|incorrect|wrong|impossible)\b",
+    r"(?:more|less|fewer|greater|larger|smaller)\s+than|up\s+to"
+)
+
+COMPARED = re.compile(rf"\b(?:{_COMPARED})\b", re.IGNORECASE)
+"""Words that make a bound of a number."""
+
+HEDGES = re.compile(
+    rf"n['’]t\b|\b(?:{_COMPARED}|not|cannot|never|neither|nor|except|unless|approximately|approx|about|roughly|almost|"
+    r"nearly|incorrect|wrong|impossible)\b",
     re.IGNORECASE,
 )
 """Words that make "7 or more" another answer than 7."""
