@@ -27,9 +27,13 @@ HEDGES = re.compile(
 """Words that make "7 or more" another answer than 7."""
 
 _NEGATION = r"(?:not|n['’]t|never|no\s+longer|neither|anything\s+but|anything\s+except|other\s+than|none\s+of)"
-_ADVERB = r"(?:(?:definitely|clearly|certainly|obviously|probably|likely|therefore|thus|so|also|actually|simply|be)\s+)*"
+_ADVERB = (
+    r"(?:(?:definitely|clearly|certainly|obviously|probably|likely|therefore|thus|so|also|actually|simply|be)\s+)*"
+)
 
-REJECTED = re.compile(rf"\s*{_ADVERB}{_NEGATION}(?![\w-])(?!\s+(?:only|just|merely|sure|certain|clear)\b)", re.IGNORECASE)
+REJECTED = re.compile(
+    rf"\s*{_ADVERB}{_NEGATION}(?![\w-])(?!\s+(?:only|just|merely|sure|certain|clear)\b)", re.IGNORECASE
+)
 """The beginning of "not (B)", as what follows "the answer is"; "not only (B)" and "not sure" reject nothing."""
 
 CORRECTED = re.compile(

@@ -28,9 +28,7 @@ NOTATION: tuple[Rule, ...] = (
 
 _POWER = r"(?:\s*\^\s*\{?\s*\d\s*\}?|[²³])?"
 _WORD = r"(?:[A-Za-z]{3,}|cm|mm|km|in|ft|mi|yd|kg|sq|of)"
-_UNIT = (
-    rf"(?:\s*\\(?:text|mathrm)\s*\{{[^{{}}\d=]*\}}{_POWER}|\s+{_WORD}(?:[\s.-]+{_WORD})*{_POWER})"
-)
+_UNIT = rf"(?:\s*\\(?:text|mathrm)\s*\{{[^{{}}\d=]*\}}{_POWER}|\s+{_WORD}(?:[\s.-]+{_WORD})*{_POWER})"
 _MODULUS = (
     r"\s*(?:\\text\s*\{\s*)?\(?\s*(?:\\text\s*\{\s*)?(?:\\[pb]?mod|mod(?:ulo)?)(?![A-Za-z])\s*\}?"
     r"\s*\{?\s*(?P<modulus>\d{1,9})\s*\}?\s*\)?\s*\}?"

@@ -26,8 +26,7 @@ def compare(gold: str, answer: str) -> dict[str, Any]:
     # no timeouts of its own: those are signals, which no computation inside C code would notice
     read = [parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None) for text in (gold, answer)]
     equal = bool(
-        all(read)
-        and verify(*read, float_rounding=DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
+        all(read) and verify(*read, float_rounding=DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
     )
     return {"equal": equal, "shown": str(read[1][0]) if read[1] else ""}
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from math500_answers import BY_KIND
 
 from evictbench.suites.math500.grade import process_results
 from evictbench.suites.math500.notation import spelled
-
-from math500_answers import BY_KIND
 
 
 @pytest.mark.parametrize("kind", BY_KIND)

@@ -82,7 +82,9 @@ def test_bad_input(tmp_path):
     with pytest.raises(UserError, match=r"math500.jsonl: record 1 has no answer"):
         SUITE.prepare(request(tmp_path))
     write(tmp_path / "math500.jsonl", [{"problem": "x", "answer": "1" * 1001}])
-    with pytest.raises(UserError, match=r"math500.jsonl: record 1: the answer has 1,001 characters, more than the 1,000"):
+    with pytest.raises(
+        UserError, match=r"math500.jsonl: record 1: the answer has 1,001 characters, more than the 1,000"
+    ):
         SUITE.prepare(request(tmp_path))
     with pytest.raises(UserError, match=r"Unknown task 'math' of math500: did you mean math500\?"):
         SUITE.prepare(request(tmp_path, tasks=("math",)))
