@@ -36,7 +36,8 @@ _SIZES = (
     "tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge|"
     "displaystyle|textstyle|scriptstyle|scriptscriptstyle|boldmath|centering"
 )
-_FONT = re.compile(rf"\\(?:{_MATH_FONTS})\s*\{{")
+_FONT = re.compile(rf"\\(?:(?P<math>{_MATH_FONTS})|text)\s*\{{")
+_FORMULA = re.compile(r"\\[A-Za-z]|\A(?!.*[A-Za-z]{2}).*[-=+^_<>*/]", re.DOTALL)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 RULES: tuple[Rule, ...] = (
@@ -59,7 +60,6 @@ RULES: tuple[Rule, ...] = (
     rule(rf"\\(?:{_MATH_FONTS})(?![A-Za-z])\s*(?=[^\s{{])", "", r"\mathbf 7"),
     rule(r"\\(?:math(?:rm|op|ord)|operatorname\*?)\s*\{([^{}A-Za-z]*)\}", r"\1", r"\mathrm{7}"),
     rule(r"\\text\s*\{([^{}A-Za-z]*)\}", r"\1", r"\text{7}"),
-    rule(r"\\text\s*\{\s*(\\text\s*\{[^{}]*\})\s*\}", r"\1", r"\text{\text{even}}"),
     rule(r"\{\s*([,:;])\s*\}", r"\1", "1{,}000, 3{:}30"),
     rule(r"\\?\$|`|(?<!\\)\\[()\[\]]", "", r"$7$, \$7, `7`, \(7\), \[7\]"),
     rule("[£€¥¢]", "", "money"),
@@ -85,16 +85,17 @@ def bare(text: str, rules: Sequence[Rule] = RULES) -> str:
 
 
 def _without_fonts(text: str) -> str:
-    r"""\mathbf{x + 1} is x + 1. A blank keeps a command before it apart."""
+    r"""\mathbf{x + 1} is x + 1, and so is \text{x + 1}, without words. A blank keeps a command before it apart."""
     start = 0
     while match := _FONT.search(text, start):
         start = match.start()
         end = closing_brace(text, match.end())
         before, after = text[:start], text[match.end() :]
-        if end is None or before.rstrip()[-1:] in ("^", "_"):
+        content = "" if end is None else text[match.end() : end]
+        stays = end is None or before.rstrip()[-1:] in ("^", "_") or not (match["math"] or _FORMULA.search(content))
+        if stays or end is None:
             start = match.end()
             continue
-        content = text[match.end() : end]
         apart = " " if before[-1:].isalpha() and content[:1].isalpha() else ""
         text = before + apart + content + after[end - match.end() + 1 :]
     return text

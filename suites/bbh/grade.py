@@ -39,11 +39,11 @@ _NOT_OPTIONS = re.compile(
     re.IGNORECASE,
 )
 _NOT_NUMBER = re.compile(rf"{_NOT}\s+(?:(?!but\b)[a-z]+\s+){{0,2}}-?\d+(?:\.\d+)?", re.IGNORECASE)
+# In small letters: "(B) isn't right" denies, "(B) Isn't it fun?" is the text of an option.
 _DENIED = re.compile(
     r"\s*(?:cannot\b|(?:is|are|was|were|can|could|would|must|should|does|seems)\s*(?:n['’]t\b|(?:[a-z]+\s+)?"
     r"(?:not|wrong|incorrect|impossible|ruled\s+out|eliminated|excluded)\b))",
 )
-# In small letters: "(B) isn't right" denies, "(B) Isn't it fun?" is the text of an option.
 
 _ANY_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w)(?!\.\d)")
 _MORE_NUMBERS = re.compile(r"\s*(?:,|or|and|to|[-+*/^×÷]|\\times|\\cdot|\\div)\s*\(?-?\d")

@@ -111,8 +111,7 @@ def _ask(child: subprocess.Popen[str], line: str | None, seconds: float) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions that verdicts depend on: of math-verify, of the ANTLR runtime, which chooses the parser of LaTeX, and
-    of sympy."""
+    """The versions that verdicts depend on: math-verify, the ANTLR runtime, which chooses its parser, and sympy."""
     return {name: metadata.version(name) for name in ("math-verify", "antlr4-python3-runtime", "sympy")}
 
 

@@ -33,8 +33,8 @@ DATASETS = {"math500": DATASET}
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the task of a request ready, with the grader's versions in the result's data; see evictbench.suite.spec.Suite
-    for what may be raised."""
+    """Make the task of a request ready, with the versions that verdicts depend on in the result's data; see
+    evictbench.suite.spec.Suite for what may be raised."""
     return problems.prepare(request, suite="math500", datasets=DATASETS, gold=gold, versions=versions())
 
 
