@@ -62,6 +62,15 @@ NOTATION: tuple[Rule, ...] = (
     rule(r"√\s*\(([^()]*)\)", r"\\sqrt{\1}", "√(2)"),
     rule(r"√\s*\{", r"\\sqrt{", "√{2}"),
     rule(r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}", "√2"),
+    rule(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)"),
+    rule(r"\\log_\s*(?:\{\s*e\s*\}|e(?![A-Za-z]))", r"\\ln", r"\log_e 2"),
+    rule(r"(?<=[\w)}])\s*\*\*\s*(\d+)", r"^{\1}", "x**12"),
+    rule(
+        r"(?<=\S)\s*\\approx\s*-?[\d.,]+(?:\.\.\.|\\[lc]?dots)?$",
+        "",
+        r"\frac{1}{3} \approx 0.333",
+    ),
+    rule(r"(?<=\d)\s*\\text\s*\{\s*to\s*\}\s*(?=\d)", ":", r"2 \text{ to } 3, a ratio"),
     rule(r"\\colon(?![A-Za-z])", ":", r"2 \colon 5"),
     rule(r"\\[lr]brace(?![A-Za-z])", lambda match: r"\{" if match[0][1] == "l" else r"\}", r"\lbrace 1 \rbrace"),
     rule(r"\\(?:varnothing|O)(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset", "the empty set"),
@@ -107,6 +116,9 @@ _BASED = re.compile(
 )
 _EQUATION = re.compile(r"[^=,;]*[^=,;<>!:]=(?P<last>[^=,;<>]+)")
 _CLOCK = re.compile(r"\d+:\d\d(?!\d)")
+_TIME = re.compile(r"0?(?P<hour>\d{1,2}):(?P<minute>\d\d)(?: ?(?P<half>[ap])\.? ?m\.?)?", re.IGNORECASE)
+_CHOICE = re.compile(r"\(?([A-J])\)?")
+_CHOSEN = re.compile(r"\(([A-J])\)[^()]*")
 _COLON = re.compile(r"\s*:\s*")
 
 
@@ -126,8 +138,8 @@ def by_notation(gold: str, answer: str) -> bool | None:
     """Whether two spelled answers are equal, where their notation decides it; None where it does not.
 
     It decides on words such as "or more" or "not" in one of them alone, on a set's braces against parentheses, on
-    numerals with a base (the base counts where both name one), on times of day, 3:30, which are no quotients, and on
-    two ratios, 2:5, whose terms have to be the same.
+    numerals with a base (the base counts where both name one), on letters of choices, on times of day, 3:30, which are
+    no quotients, and on two ratios, 2:5, whose terms have to be the same.
     """
     if plain(gold) == plain(answer):
         return True
@@ -141,7 +153,14 @@ def by_notation(gold: str, answer: str) -> bool | None:
     if one or other:
         same_base = one is None or other is None or _base(one) == _base(other)
         return same_base and _numeral(gold, one) == _numeral(answer, other)
+    if choice := _CHOICE.fullmatch(plain(gold)):
+        chosen = _CHOSEN.fullmatch(plain(answer))
+        return chosen[1] == choice[1] if chosen else None
     if ":" in gold and ":" in answer:
+        when, said = _TIME.fullmatch(plain(gold)), _TIME.fullmatch(plain(answer))
+        if when and said:
+            same_half = not when["half"] or not said["half"] or when["half"].lower() == said["half"].lower()
+            return same_half and when.group("hour", "minute") == said.group("hour", "minute")
         return [plain(part) for part in _COLON.split(gold)] == [plain(part) for part in _COLON.split(answer)]
     return False if _CLOCK.search(gold) or _CLOCK.search(answer) else None
 

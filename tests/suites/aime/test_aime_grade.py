@@ -153,6 +153,9 @@ BOXES = [
     (r"60 \pmod{m}", None),
     # units
     ("809 ways", 809),
+    (r"\text{809 ways}", 809),
+    (r"\text{809 or 810}", None),
+    (r"809 \\\\", 809),
     ("809 triples of integers", 809),
     (r"809\text{ ways}", 809),
     (r"60\ \mathrm{cm}^2", 60),

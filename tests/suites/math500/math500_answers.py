@@ -7,6 +7,13 @@ from __future__ import annotations
 
 BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
     "fractions": [
+        (r"\frac{1}{2}", r"\frac{1}{2} \approx 0.5", True),
+        (r"\frac{1}{2}", r"\frac{1}{2} = 0.5", True),
+        (r"\frac{1}{2}", r"0.5 = \frac{1}{2}", True),
+        (r"\frac{1}{2}", r"\frac{1}{3} \approx 0.5", False),
+        (r"\frac{1}{2}", r"P(A) = \frac{1}{2}", True),
+        (r"\frac{1}{2}", r"1\frac{1}{2}", False),
+        (r"\frac{1}{2}", r"\frac{1}{2}x", False),
         (r"\frac{7}{12}", r"\tfrac{7}{12}", True),
         (r"\frac{7}{12}", r"\cfrac{7}{12}", True),
         (r"\frac{7}{12}", r"\frac7{12}", True),
@@ -98,6 +105,9 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("1000", "100", False),
     ],
     "radicals": [
+        (r"\sqrt{2}", r"\sqrt{2} \approx 1.414\ldots", True),
+        (r"\sqrt{2}", r"\sqrt(2)", True),
+        (r"\sqrt{2}", "sqrt(2)", True),
         (r"\sqrt{2}", "√2", True),
         (r"\sqrt{2}", "√(2)", True),
         (r"\sqrt{2}", "√{2}", True),
@@ -138,6 +148,10 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("3", r"\pm 3", False),
     ],
     "units": [
+        ("5", r"\text{5 apples}", True),
+        ("5", r"\text{6 apples}", False),
+        ("5", "5cm", True),
+        (r"\$5", r"\text{5 dollars}", True),
         (r"864 \mbox{ inches}^2", "864", True),
         (r"864 \mbox{ inches}^2", r"864\text{ in}^2", True),
         (r"864 \mbox{ inches}^2", r"864\,\mathrm{in}^2", True),
@@ -212,6 +226,10 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("10", r"\%", False),
     ],
     "pi, e, logarithms, trigonometry": [
+        (r"\ln 2", r"\log_e 2", True),
+        (r"\pi", r"180^\circ", False),
+        (r"\tan^{-1} 2", r"\arctan 2", True),
+        (r"\sin x", r"\cos x", False),
         (r"288 \pi", r"288\pi", True),
         (r"288 \pi", "288π", True),
         (r"288 \pi", r"\pi \cdot 288", True),
@@ -252,6 +270,11 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("5r^5", "r^5", False),
     ],
     "polynomials": [
+        ("x^2+1", "x**2+1", True),
+        ("x^2+1", "f(x)=x^2+1", True),
+        ("x^{12}+1", "x**12+1", True),
+        ("2^{n}-1", "2^n-1", True),
+        ("2^{n}-1", "2^{n-1}", False),
         ("6r^2-4r-24", "-4r+6r^2-24", True),
         ("6r^2-4r-24", "2(3r^2-2r-12)", True),
         ("6r^2-4r-24", "6r^2+4r-24", False),
@@ -277,6 +300,10 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("6+9i", "(6,9)", False),
     ],
     "equations": [
+        ("5", r"x=5 \text{ or } x=6", False),
+        ("5", "x=5, y=6", False),
+        ("5", "n=5k", False),
+        ("5", r"x \approx 5", False),
         ("x=5", "5", True),
         ("x=5", "x = 5", True),
         ("x=5", "x=6", False),
@@ -296,6 +323,8 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("y = 2x + 3", "y=3x+2", False),
     ],
     "tuples": [
+        ("(5,6)", "(x,y)=(6,5)", False),
+        ("(5,6)", "[5,6]", False),
         ("(6,31,-1)", r"\left(6, 31, -1\right)", True),
         ("(6,31,-1)", "(6, 31, −1)", True),
         ("(6,31,-1)", "(6,-1,31)", False),
@@ -313,6 +342,9 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("(8,-2)", "(-2,8)", False),
     ],
     "intervals": [
+        (r"(-\infty,\infty)", r"\mathbb{R}", True),
+        (r"(-\infty,\infty)", "ℝ", True),
+        (r"(-\infty, 3) \cup (3, \infty)", r"\mathbb{R}\setminus\{3\}", True),
         (r"(3,4]", r"\left(3,4\right]", True),
         (r"(3,4]", r"{(3,4]}", True),
         (r"(3,4]", r"x \in (3,4]", True),
@@ -356,6 +388,8 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         (r"x < 2 \text{ or } x > 3", r"x > 3 \text{ or } x < 2", True),
     ],
     "sets": [
+        (r"\{1,2,3\}", "(1,2,3)", False),
+        (r"\{1,2,3\}", "1,2,3", True),
         (r"\{1\pm\sqrt{5},-2\}", r"\{-2, 1+\sqrt{5}, 1-\sqrt{5}\}", True),
         (r"\{1\pm\sqrt{5},-2\}", r"-2, 1 \pm \sqrt{5}", True),
         (r"\{1\pm\sqrt{5},-2\}", r"\{-2, 1+\sqrt{5}\}", False),
@@ -381,6 +415,8 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         (r"\{1,2\}", r"\lbrace 1,2\rbrace", True),
     ],
     "matrices": [
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}", True),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2 \\[4pt] 1 \end{pmatrix}", False),
         (
             r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}",
             r"\begin{pmatrix} -\frac{1}{3} \\ \frac{2}{3} \\ \frac{5}{3} \end{pmatrix}",
@@ -459,6 +495,14 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("2F_{16}", "2F_{16}", True),
     ],
     "times and ratios": [
+        ("3:30", r"3:30\text{ PM}", True),
+        ("3:30", "03:30", True),
+        ("3:30", "15:30", False),
+        (r"\text{3:30 p.m.}", r"\text{3:30 PM}", True),
+        (r"\text{3:30 p.m.}", r"\text{3:30 a.m.}", False),
+        (r"\text{3:30 p.m.}", r"3:30", True),
+        ("2:3", r"2 \text{ to } 3", True),
+        ("2:3", "4:6", False),
         ("3:30", "3:30", True),
         ("3:30", "3{:}30", True),
         (r"\text{3:30 p.m.}", r"3:30 \text{ p.m.}", True),
@@ -476,6 +520,12 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("1:2:3", "1:3:2", False),
     ],
     "words and letters": [
+        (r"\text{(C)}", r"\textbf{(C) }7", True),
+        (r"\text{(C)}", "(C) 7", True),
+        (r"\text{(C)}", "(D) 7", False),
+        (r"\text{(C)}", "(C) and (D)", False),
+        (r"\text{no solution}", r"\text{No solution}", True),
+        (r"\text{June 20}", r"\text{June 21}", False),
         (r"\text{Evelyn}", "Evelyn", True),
         (r"\text{Evelyn}", r"\textbf{Evelyn}", True),
         (r"\text{Evelyn}", r"\mathrm{Evelyn}", True),
@@ -515,6 +565,12 @@ BY_KIND: dict[str, list[tuple[str, str, bool]]] = {
         ("7", "The answer is 7 or 8", False),
     ],
     "looks": [
+        ("7", r"7 \\", True),
+        ("7", r"\therefore 7", True),
+        ("7", "7 (approx)", False),
+        ("12", "1 2", False),
+        ("12", "12!", False),
+        ("12", r"1\,2", False),
         ("7", r"\underline{7}", True),
         ("7", r"\color{red}{7}", True),
         ("7", r"{\color{red} 7}", True),
