@@ -36,7 +36,7 @@ REPEATED = (
     "not ",
     "°",
 )
-AROUND = ("{}", "\\boxed{{1{}1}}", "So the answer is {}1.")
+AROUND = ("\\boxed{{1{}1}}", "So the answer is {}1.")
 
 SUMMARY = {"answers": ["a b"], "cut": 0, "words": 1, "all_classes": ["a", "b"]}
 GRADERS = {

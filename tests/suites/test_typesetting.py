@@ -27,7 +27,7 @@ CASES = [
     (r"\frac{1}{2}", r"\frac{1}{2}"),
     (r"\{1, 2\}", r"\{1, 2\}"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    (r"1 \\[1ex] 2", r"1 \\[1ex] 2"),
+    (r"1 \\[1ex] 2", r"1 \\ 2"),
     (r"10,\! 080", "10,080"),
     (r"1 \\, 2", r"1 \\, 2"),
     (r"\mathbb{R}", r"\mathbb{R}"),
