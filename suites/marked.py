@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .wording import CORRECTED, REJECTED
+from .wording import CORRECTED, DENIED_BEFORE, REJECTED, SUPPOSED_BEFORE
 
 _MARKER = re.compile(
     r"""\banswer(?:\s+is(?:\b|(?=n['’]t\b))|\s+(?:can|could|must|should|will|would|may|does)(?=\s*not\b|n['’]t\b)|"""
     r"""\s+ca(?=n['’]t\b)|\s*:)(?:[\s:*_`"“'‘]|\$\$|\\\[|\\\()*""",
     re.IGNORECASE,
 )
+_BEFORE = 60  # characters before a marker that may deny or suppose it: "I don't think that the"
 _SENTENCE_END = re.compile(r"""\n|[.!?](?=[\s*_`"”'’)\]}]|$)""")
 
 
@@ -20,12 +21,16 @@ def marked(text: str) -> Iterator[str]:
     last answer comes first.
 
     The full stop that ends an answer is the only thing that is taken from it. A sentence that says what the answer is
-    not gives what it says instead ("not (B) but (C)" gives "(C)"), or "" ("cannot be (B)").
+    not gives what it says instead ("not (B) but (C)" gives "(C)"), or "" ("cannot be (B)", "I don't think the answer is
+    (B)"). What is only supposed ("if the answer is (B)") is left out.
     """
     limit = len(text)
     for marker in reversed(list(_MARKER.finditer(text))):
         end = _SENTENCE_END.search(text, marker.end(), limit)
-        yield affirmed(text[marker.end() : end.start() if end else limit].strip())
+        before = text[max(0, marker.start() - _BEFORE) : marker.start()]
+        if not SUPPOSED_BEFORE.search(before):
+            said = text[marker.end() : end.start() if end else limit].strip()
+            yield "" if DENIED_BEFORE.search(before) else affirmed(said)
         limit = marker.start()
 
 

@@ -36,6 +36,18 @@ REJECTED = re.compile(
 )
 """The beginning of "not (B)", as what follows "the answer is"; "not only (B)" and "not sure" reject nothing."""
 
+_WHOSE = r"(?:that\s+)?(?:the\s+|its\s+|my\s+|our\s+)?(?:final\s+|correct\s+|right\s+)?\Z"
+
+DENIED_BEFORE = re.compile(
+    r"(?:n['’]t|\b(?:not|never|doubt))\s+(?:(?:think|believe|say|claim|mean|true|correct|right|the\s+case)\s+)?"
+    + _WHOSE,
+    re.IGNORECASE,
+)
+"""The end of "I don't think that the", before "answer is (B)"."""
+
+SUPPOSED_BEFORE = re.compile(r"\b(?:if|whether|unless|suppose|supposing|assume|assuming)\s+" + _WHOSE, re.IGNORECASE)
+"""The end of "if the", before "answer is (B)"."""
+
 CORRECTED = re.compile(
     r"\b(?:but(?:\s+(?:rather|instead|is|it\s+is|it['’]s))?|it\s+is(?!\s+not\b)|it['’]s(?!\s+not\b)|"
     r"instead|rather(?!\s+than))\b[\s,:]*",

@@ -34,6 +34,16 @@ CASES = [
     ("The answer is not-for-profit.", ["not-for-profit"]),
     ("The answer is no longer 5.", [""]),
     ("The answer could be 5.", []),
+    ("I don't think the answer is 5.", [""]),
+    ("I do not believe that the correct answer is 5.", [""]),
+    ("It is not true that the answer is 5.", [""]),
+    ("I doubt the answer is 5.", [""]),
+    ("It is not 5. The answer is 6.", ["6"]),
+    ("It is not 5, so the answer is 6.", ["6"]),
+    ("The answer is 6. If the answer is 5, I would be wrong.", ["6"]),
+    ("I wonder whether the answer is 5.", []),
+    ("Suppose the answer is 5. Then the answer is 6.", ["6"]),
+    ("I am not sure, but the answer is 5.", ["5"]),
 ]
 
 

@@ -81,6 +81,10 @@ def test_bad_input(tmp_path):
     write(tmp_path / "math500.jsonl", [{"problem": "x"}])
     with pytest.raises(UserError, match=r"math500.jsonl: record 1 has no answer"):
         SUITE.prepare(request(tmp_path))
+    for broken in (["5"], {"value": 5}, True):
+        write(tmp_path / "math500.jsonl", [{"problem": "x", "answer": broken}])
+        with pytest.raises(UserError, match=r"record 1: the field answer holds .*, and has to hold a text or a number"):
+            SUITE.prepare(request(tmp_path))
     write(tmp_path / "math500.jsonl", [{"problem": "x", "answer": "1" * 1001}])
     with pytest.raises(
         UserError, match=r"math500.jsonl: record 1: the answer has 1,001 characters, more than the 1,000"
