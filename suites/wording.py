@@ -50,7 +50,8 @@ SUPPOSED_BEFORE = re.compile(r"\b(?:if|whether|unless|suppose|supposing|assume|a
 
 CORRECTED = re.compile(
     r"\b(?:but(?:\s+(?:rather|instead|is|it\s+is|it['’]s))?|it\s+is(?!\s+not\b)|it['’]s(?!\s+not\b)|"
-    r"instead|rather(?!\s+than))\b[\s,:]*",
+    r"instead|rather(?!\s+than)|"
+    r"(?<=[,;] )(?:so|hence|thus|therefore)(?:\s+it\s+(?:is|must\s+be|has\s+to\s+be))?)\b[\s,:]*",
     re.IGNORECASE,
 )
-"""What turns "not (B)" to the answer: "but", "it is", "rather"."""
+"""What turns "not (B)" to the answer: "but", "it is", "rather", ", so"."""

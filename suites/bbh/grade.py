@@ -46,6 +46,7 @@ _DENIED = re.compile(
 )
 
 _ANY_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?!\w)(?!\.\d)")
+_LEADING_MINUS = re.compile(r"\s*-\s*\(?\s*(?=\d)")
 _MORE_NUMBERS = re.compile(r"\s*(?:,|or|and|to|[-+*/^×÷]|\\times|\\cdot|\\div)\s*\(?-?\d")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _WRAPPED = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{(.*)\}")
@@ -123,6 +124,7 @@ def _denied_at_the_end(text: str) -> bool:
 
 def _number(text: str) -> str | None:
     text = _NOT_NUMBER.sub("", _THOUSANDS.sub("", text.replace("−", "-"))).rpartition("=")[2]
+    text = _LEADING_MINUS.sub("-", text, count=1) if _LEADING_MINUS.match(text) else text
     match = _ANY_NUMBER.search(text)
     if match is None or _MORE_NUMBERS.match(text, match.end()) or COMPARED.search(text):
         return None
