@@ -30,10 +30,11 @@ _POWER = r"(?:\s*\^\s*\{?\s*\d\s*\}?|[²³])?"
 _WORD = r"(?:[A-Za-z]{3,}|cm|mm|km|in|ft|mi|yd|kg|sq|of)"
 _UNIT = rf"(?:\s*\\(?:text|mathrm)\s*\{{[^{{}}\d=]*\}}{_POWER}|\s+{_WORD}(?:[\s.-]+{_WORD})*{_POWER})"
 _MODULUS = (
-    r"\s*(?:\\text\s*\{\s*)?\(?\s*(?:\\text\s*\{\s*)?(?:\\[pb]?mod|mod(?:ulo)?)(?![A-Za-z])\s*\}?"
+    r"\s*(?:\\(?:text|mathrm)\s*\{\s*)?\(?\s*(?:\\(?:text|mathrm)\s*\{\s*)?(?:\\[pb]?mod|mod(?:ulo)?)(?![A-Za-z])\s*\}?"
     r"\s*\{?\s*(?P<modulus>\d{1,9})\s*\}?\s*\)?\s*\}?"
 )
 _INTEGER = re.compile(rf"(?P<sign>[+-]?)\s*0*(?P<digits>\d+)(?:\.0*)?(?:{_MODULUS}|(?P<unit>{_UNIT}+))?", re.ASCII)
+_SEVERAL_EQUATIONS = re.compile(r"=[^=,;]*[,;](?!\d{3})[^=]*=")
 _NO_UNIT = re.compile(
     r"\b(?:or|and|to|mod|modulo|times|plus|minus|over|divided|squared|cubed|factorial|hundred|thousand|million|billion|"
     r"dozen|half|point|is|are|if|when|where|for|through|base|pi)\b",
@@ -64,7 +65,8 @@ def integer(text: str) -> int | None:
     """
     if len(text) > LONGEST or HEDGES.search(text):
         return None
-    match = _INTEGER.fullmatch(bare(text, NOTATION))
+    text = bare(text)
+    match = None if _SEVERAL_EQUATIONS.search(text) else _INTEGER.fullmatch(bare(text, NOTATION))
     if match is None or len(match["digits"]) > 18 or _NO_UNIT.search(match["unit"] or ""):
         return None
     value = int(match["sign"] + match["digits"])
