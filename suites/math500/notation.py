@@ -87,8 +87,8 @@ NOTATION: tuple[Rule, ...] = (
         _repeating,
         r"0.\overline{3}",
     ),
-    rule(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]*\d)", lambda match: match[0].replace(" ", ""), "58 500"),
-    rule(r"(?:^|=)\s*-?\d{1,3}(?:,\d{3})+(?![\d,]|\s*,)", lambda match: match[0].replace(",", ""), "58,500"),
+    rule(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]*\d)", lambda match: match[0].replace(" ", ""), "61 400"),
+    rule(r"(?:^|=)\s*-?\d{1,3}(?:,\d{3})+(?![\d,]|\s*,)", lambda match: match[0].replace(",", ""), "61,400"),
     rule(r"^(-?\d+)\s+(\d+)\s*/\s*(\d+)$", r"\1\\frac{\2}{\3}", "137 1/2"),
     rule(
         r"(?<=[\d)])\s*\(?\s*(?:\\text\s*\{\s*)?\(?\s*base[\s-]*\}?\s*(\d+)\s*\)?\s*\}?\s*\)?$",
