@@ -59,7 +59,7 @@ CASES = [
 ]
 
 BOXES = [
-    # the content of the box, the integer that it shows. Most solutions of the AoPS wiki are written as the first ones
+    # the content of the box, the integer that it shows. A third of the reference solutions of 2024 look like the first
     (r"\textbf{(113) }", 113),
     (r"\textbf{(113)}", 113),
     (r"\textbf{ 113 }", 113),
