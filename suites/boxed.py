@@ -36,7 +36,6 @@ def last_boxed(text: str) -> str | None:
             open_braces.append(None)
         elif match["brace"] == "}" and open_braces:
             start = open_braces.pop()
-            filled = start is not None and not text[start : match.start()].isspace() and start < match.start()
-            if start is not None and filled and (last is None or start > last[0]):
+            if start is not None and (last is None or start > last[0]) and text[start : match.start()].strip():
                 last = (start, match.start())
     return text[slice(*last)].strip() if last else None

@@ -71,9 +71,14 @@ def _documents(loaded: Loaded, path: str, gold: ReadGold) -> list[Document]:
 
 
 def _field(record: Record, spellings: tuple[str, ...], where: str) -> str:
-    """The text of the first field that is there. Raises UserError if none is."""
+    """The text, or the number as text, of the first field that is there. Raises UserError if none is, and for what is
+    neither."""
     for name in spellings:
         value = record.get(name)
-        if value is not None and str(value).strip():
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise UserError(f"{where}: the field {name} holds {value!r}, and has to hold a text or a number.")
+        if str(value).strip():
             return str(value)
     raise UserError(f"{where} has no {spellings[0]} (a field {', '.join(spellings[:-1])} or {spellings[-1]}).")

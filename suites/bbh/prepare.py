@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Documents, Loaded, Record, load
 from evictbench.suite.tasks import prepare_each, prepared_documents, task_names
 
 from .prompts import Shots, shots
-from .tasks import COT, DIRECT, SUBJECT_OF, SUBJECTS
+from .tasks import COT, DIRECT, SUBJECT_OF, SUBJECTS, TRUTHS
 
 
 def dataset(subject: str) -> Dataset:
@@ -40,7 +43,8 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         loaded, prompt = read[subject]
         data[loaded.origin if request.data_dir else f"{loaded.origin} {subject}"] = f"sha256:{loaded.sha256}"
         data[f"cot-prompts/{subject}"] = f"sha256:{prompt.sha256}"
-        return _documents(loaded.records, prompt, direct=name in DIRECT)
+        where = str(request.data_dir / loaded.origin) if request.data_dir else f"{loaded.origin} {subject}"
+        return _documents(subject, loaded.records, where, prompt, direct=name in DIRECT)
 
     names = task_names(request, "BBH", SUBJECT_OF, COT)
     prepared, skipped = prepare_each(request, "BBH", names, prepare_task)
@@ -52,11 +56,28 @@ def documents(task: str, bbh_documents: dict[str, Documents] | None = None, **_:
     return prepared_documents(task, bbh_documents)
 
 
-def _documents(records: list[Record], prompt: Shots, direct: bool) -> Documents:
-    """direct: examples that give their answers only, in place of chains of thought."""
+def target_text(target: Any, subject: str) -> str | None:
+    """A record's target as text: a number or a truth value is one where the file's format has such (8, `false`). None
+    for what is no answer of the subject."""
+    if isinstance(target, bool):
+        return TRUTHS[subject][not target] if subject in TRUTHS else None
+    if isinstance(target, (int, float)):
+        return str(int(target)) if target == target // 1 else None
+    return target if isinstance(target, str) and target.strip() else None
+
+
+def _documents(subject: str, records: list[Record], where: str, prompt: Shots, direct: bool) -> Documents:
+    """direct: examples that give their answers only, in place of chains of thought. Raises UserError for a target that
+    is no text, number or truth value, and for an input that is no text."""
+    targets = [target_text(record["target"], subject) for record in records]
+    for row, (record, target) in enumerate(zip(records, targets, strict=True), start=1):
+        if target is None:
+            raise UserError(f"{where}: the target of record {row}, {record['target']!r}, is no answer of {subject}.")
+        if not isinstance(record["input"], str):
+            raise UserError(f"{where}: the input of record {row} is no text.")
     render = prompt.direct if direct else prompt.chain_of_thought
 
     def make(index: int, record: Record) -> Record:
-        return {"index": index, "input": render(record["input"]), "gen_prefix": "", "target": record["target"]}
+        return {"index": index, "input": render(record["input"]), "gen_prefix": "", "target": targets[index]}
 
     return Documents(records, make)

@@ -40,3 +40,12 @@ DIRECT = {f"bbh_{subject}_direct": subject for subject in SUBJECTS}
 
 SUBJECT_OF = COT | DIRECT
 """The name of every task to its subject."""
+
+TRUTHS = {
+    "boolean_expressions": ("True", "False"),
+    "causal_judgement": ("Yes", "No"),
+    "navigate": ("Yes", "No"),
+    "sports_understanding": ("yes", "no"),
+    "web_of_lies": ("Yes", "No"),
+}
+"""What a truth value in a file stands for: YAML reads a bare `No` or `False` as one."""

@@ -110,9 +110,9 @@ def _ask(child: subprocess.Popen[str], line: str | None, seconds: float) -> str:
         clock.cancel()
 
 
-def version() -> str:
-    """math-verify's version."""
-    return metadata.version("math-verify")
+def versions() -> dict[str, str]:
+    """The versions that verdicts depend on: math-verify, the ANTLR runtime, which chooses its parser, and sympy."""
+    return {name: metadata.version(name) for name in ("math-verify", "antlr4-python3-runtime", "sympy")}
 
 
 _judges: dict[int, Judge] = {}  # by process id: a fork must not share its parent's pipes

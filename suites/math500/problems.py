@@ -9,7 +9,8 @@ from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset
 
 from .. import problems
-from .judge import version
+from ..typesetting import LONGEST
+from .judge import versions
 
 DATASET = Dataset(
     name="MATH-500",
@@ -32,13 +33,16 @@ DATASETS = {"math500": DATASET}
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
-    """Make the task of a request ready, with the grader's version in the result's data; see evictbench.suite.spec.Suite
-    for what may be raised."""
-    return problems.prepare(request, suite="math500", datasets=DATASETS, gold=gold, versions={"math-verify": version()})
+    """Make the task of a request ready, with the versions that verdicts depend on in the result's data; see
+    evictbench.suite.spec.Suite for what may be raised."""
+    return problems.prepare(request, suite="math500", datasets=DATASETS, gold=gold, versions=versions())
 
 
 def gold(answer: str, where: str) -> str:
-    """The answer of a record, in LaTeX. Raises UserError if its braces do not balance: no response could equal it."""
+    """The answer of a record, in LaTeX. Raises UserError if no response could equal it: its braces do not balance, or
+    it is longer than any answer that is read."""
+    if len(answer) > LONGEST:
+        raise UserError(f"{where}: the answer has {len(answer):,} characters, more than the {LONGEST:,} that are read.")
     depth = 0
     for index, character in enumerate(answer):
         if character in "{}" and answer[index - 1 : index] != "\\":

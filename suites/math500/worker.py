@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
+DECIMALS = 9  # that a decimal and an exact answer have to share; math-verify asks for 6, so .0000672 is 0.000067
 
 
 def compare(gold: str, answer: str) -> dict[str, Any]:
@@ -24,7 +25,9 @@ def compare(gold: str, answer: str) -> dict[str, Any]:
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     # no timeouts of its own: those are signals, which no computation inside C code would notice
     read = [parse(f"\\boxed{{{text}}}", targets, parsing_timeout=None) for text in (gold, answer)]
-    equal = bool(all(read) and verify(*read, timeout_seconds=None))
+    equal = bool(
+        all(read) and verify(*read, float_rounding=DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
+    )
     return {"equal": equal, "shown": str(read[1][0]) if read[1] else ""}
 
 

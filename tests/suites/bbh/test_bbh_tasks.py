@@ -71,7 +71,7 @@ def test_limits_and_stops(prepare):
     assert direct.generation_kwargs == {"max_gen_toks": 256, "do_sample": False, "until": ["\nQ:", "\n\n", "</s>"]}
     for task in loaded.values():
         assert task.config.metadata["chat"] is False
-        assert tasks.version_of(task) == "1.0"
+        assert tasks.version_of(task) == "2.0"
 
 
 def test_there_is_a_file_for_every_task():
@@ -178,6 +178,33 @@ def test_bad_data_is_a_sentence(prepare, data_dir):
         prepare("bbh_snark")
     with pytest.raises(UserError, match="bbh_snarks was not prepared"):
         documents("bbh_snarks", version=1)
+
+
+def test_targets_that_a_file_holds_as_truth_values_or_numbers(prepare, data_dir):
+    def write(subject, *targets):
+        examples = [{"input": "Which?", "target": target} for target in targets]
+        (data_dir / "bbh" / f"{subject}.json").write_text(json.dumps({"examples": examples}))
+
+    write("boolean_expressions", False, True, "False")
+    write("navigate", False, True)
+    write("object_counting", 8, 8.0, -50, "8")
+    write("snarks", False)
+    prepared = prepare("bbh_boolean_expressions", "bbh_navigate_direct", "bbh_object_counting")
+    loaded = tasks.load_tasks(SUITE, prepared)
+    targets = {name: [doc["target"] for doc in task.eval_docs] for name, task in loaded.items()}
+    assert targets == {
+        "bbh_boolean_expressions": ["False", "True", "False"],
+        "bbh_navigate_direct": ["No", "Yes"],
+        "bbh_object_counting": ["8", "8", "-50", "8"],
+    }
+    assert tasks.score(loaded["bbh_boolean_expressions"], 0, "So the answer is False.").score == 1.0
+    assert tasks.score(loaded["bbh_navigate_direct"], 0, " No").score == 1.0
+    with pytest.raises(UserError, match=r"snarks\.json: the target of record 1, False, is no answer of snarks\."):
+        prepare("bbh_snarks")
+    for broken in ([], 0.5, "", {"a": 1}):
+        write("object_counting", 8, broken)
+        with pytest.raises(UserError, match=r"object_counting\.json: the target of record 2, .*is no answer of object"):
+            prepare("bbh_object_counting")
 
 
 def test_protocols_name_tasks_that_there_are():

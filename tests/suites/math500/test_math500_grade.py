@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from evictbench.suites.math500 import grade, judge
-from evictbench.suites.math500.grade import LONGEST, plain, process_results
+from evictbench.suites.math500.grade import process_results
+from evictbench.suites.math500.notation import plain, spelled
+from evictbench.suites.typesetting import LONGEST
 
 CASES = [
     # gold, response, right
@@ -92,13 +94,9 @@ def test_table(gold, response, right):
 LENIENT = [
     # gold, answer: equal to math-verify, and hardly to a mathematician. Should a version change its mind, the
     # version of the task changes with it.
-    ("4210_5", "4210_6"),  # the base is not read
-    ("4210_5", "4210"),
-    (r"10\%", "10"),
-    (r"10\%", "0.1"),
-    ("5", "x = 5"),
     ("5", "y = 5"),
     ("7", "7 = 7"),
+    ("7", "7, 7"),
     ("(1,2)", "1,2"),
     ("1,-2", "1,-2,1"),
     ("72", "72 km"),
@@ -106,14 +104,13 @@ LENIENT = [
     ("y = 2x + 3", "2x + 3"),
     ("e", "E"),
     ("x", "X"),
-    (r"\frac{1}{3}", "0.3333333"),
-    (r"\pi", "3.14159265"),
+    (r"\frac{1}{3}", "0.3333333333"),
+    (r"\pi", "3.14159265359"),
 ]
 
 STRICT = [
     # gold, answer: equal to a mathematician, and not to math-verify
-    (r"[-2,7]", r"-2 \le x \le 7"),
-    (r"(-\infty, 0)", "x < 0"),
+    (r"(-\infty, 2) \cup (3, \infty)", r"x < 2 \text{ or } x > 3"),
     ("2k+1, k \\in \\mathbb{Z}", "2k+1"),
 ]
 
@@ -122,7 +119,7 @@ STRICT = [
     ("gold", "answer", "equal"), [(*pair, True) for pair in LENIENT] + [(*pair, False) for pair in STRICT]
 )
 def test_what_math_verify_is_known_to_get_wrong(gold, answer, equal):
-    assert judge.version() == "0.9.0"
+    assert judge.versions()["math-verify"] == "0.9.0"
     assert process_results({"answer": gold}, [f"\\boxed{{{answer}}}"])["score"] == float(equal)
 
 
@@ -175,4 +172,4 @@ def test_a_comparison_that_takes_too_long_is_wrong_and_counted(monkeypatch):
     ],
 )
 def test_plain(one, other, same):
-    assert (plain(one) == plain(other)) is same
+    assert (plain(spelled(one)) == plain(spelled(other))) is same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 
 import pytest
 
@@ -39,13 +40,14 @@ def test_data_prompt_and_score(tmp_path):
     prepared = SUITE.prepare(request(tmp_path))
     assert prepared.tasks == ("math500",)
     assert prepared.data["MATH-500/test.jsonl"].startswith("sha256:")
-    assert prepared.data["math-verify"] == "0.9.0"
+    for package in ("math-verify", "antlr4-python3-runtime", "sympy"):  # verdicts depend on each of them
+        assert prepared.data[package] == version(package)
     task = load_tasks(SUITE, prepared)["math500"]
     assert render(task, task.task_docs[0], None) == (
         "What is half of $\\frac{1}{2}$?\nGive a fraction.\n"
         "Please reason step by step, and put your final answer within \\boxed{}."
     )
-    assert task.VERSION == 1.0
+    assert task.VERSION == 2.0
     assert task.config.generation_kwargs["max_gen_toks"] == 32768
     assert [doc["answer"] for doc in task.task_docs] == ["\\frac{1}{4}", "5"]
     assert score(task, 0, "So \\boxed{0.25}.").score == 1
@@ -78,6 +80,15 @@ def test_bad_input(tmp_path):
         SUITE.prepare(request(tmp_path))
     write(tmp_path / "math500.jsonl", [{"problem": "x"}])
     with pytest.raises(UserError, match=r"math500.jsonl: record 1 has no answer"):
+        SUITE.prepare(request(tmp_path))
+    for broken in (["5"], {"value": 5}, True):
+        write(tmp_path / "math500.jsonl", [{"problem": "x", "answer": broken}])
+        with pytest.raises(UserError, match=r"record 1: the field answer holds .*, and has to hold a text or a number"):
+            SUITE.prepare(request(tmp_path))
+    write(tmp_path / "math500.jsonl", [{"problem": "x", "answer": "1" * 1001}])
+    with pytest.raises(
+        UserError, match=r"math500.jsonl: record 1: the answer has 1,001 characters, more than the 1,000"
+    ):
         SUITE.prepare(request(tmp_path))
     with pytest.raises(UserError, match=r"Unknown task 'math' of math500: did you mean math500\?"):
         SUITE.prepare(request(tmp_path, tasks=("math",)))
