@@ -254,6 +254,7 @@ def _prepare(
         haystack=settings.haystack,
         window=window,
         max_new_tokens=checked.protocol.answer_limit.common,
+        version=settings.suite_version,
     )
     prepared = checked.suite.prepare(request)
     if not prepared.tasks:

@@ -55,6 +55,7 @@ class SuiteRequest:
     chat: whether prompts will be wrapped in the tokenizer's chat template.
     window: tokens that the model can hold, prompt and answer together. max_new_tokens: what the run fixes for every
     answer, None for each task's own. Both matter to suites that cut prompts by a rule of their own.
+    version: one of the suite's `versions`, None for the first.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -68,6 +69,7 @@ class SuiteRequest:
     haystack: Path | None = None
     window: int | None = None
     max_new_tokens: int | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Suite:
     `run(requests)` and completions that carry a `score` and `metrics` of their own; None for tasks that generate.
     stated_length: tokens that a budget in entries is a share of, for policies that take shares: where answers are much
     longer than prompts; None for the context that the run asks for, or else each prompt.
+    versions: those of its prompts that can still be made, the newest first, which is the default; earlier ones are there
+    so that old results can be extended. () for a suite that has only the one its tasks name.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -112,6 +116,7 @@ class Suite:
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     generator: Callable[[Any, Callable[[Any], Any]], Any] | None = None
     stated_length: int | None = None
+    versions: tuple[str, ...] = ()
 
     @property
     def all_protocols(self) -> Mapping[str, Protocol]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
-from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS
+from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS, VERSIONS
 
 __all__ = ["SUITE"]
 
@@ -27,4 +27,5 @@ SUITE = Suite(
     default_context=DEFAULT_CONTEXT,
     default_limit=DEFAULT_LIMIT,
     prepare=_prepare,
+    versions=tuple(VERSIONS),
 )
