@@ -99,8 +99,8 @@ class Suite:
     `run(requests)` and completions that carry a `score` and `metrics` of their own; None for tasks that generate.
     stated_length: tokens that a budget in entries is a share of, for policies that take shares: where answers are much
     longer than prompts; None for the context that the run asks for, or else each prompt.
-    versions: those of its prompts that can still be made, the newest first, which is the default; earlier ones are there
-    so that old results can be extended. () for a suite that has only the one its tasks name.
+    versions: those of its prompts that can still be made. The first is the newest and the default; earlier ones are
+    there so that old results can be extended. () for a suite that has only the one its tasks name.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 VERSION = 2  # of the prompts: raise it when any of them changes (the task YAML states it too)
 
-UPSTREAM = "NVIDIA/RULER c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
-"""The repository, and the commit (of 2026-07-22), whose prompts version 2 has."""
+UPSTREAM = "NVIDIA/RULER at c3f5e3b"
+"""The repository and the commit (c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a, 2026-07-22) whose prompts version 2 has."""
 
 DEFAULT_CONTEXT, DEFAULT_LIMIT = 4096, 100
 """Tokens of a sample, and samples of a task, where a request states none."""
