@@ -79,12 +79,14 @@ class PreparedSuite:
     metadata is handed to lm-eval's TaskManager, and from there to the tasks' `custom_dataset` functions.
     skipped maps a task of the default set to the sentence that says why it is not run.
     data maps every input (word list, haystack, file) to its content hash or version.
+    warnings are sentences about the data that a user should read, such as how many documents are missing.
     """
 
     tasks: tuple[str, ...]
     metadata: Mapping[str, Any]
     skipped: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
