@@ -177,15 +177,22 @@ def _find(dataset: Dataset, data_dir: Path) -> tuple[list[Record], str]:
         raise UserError(f"The data folder {data_dir} does not exist.")
     folders = (dataset.folder, *dataset.folders)
     repositories = (dataset.hub, *dataset.repositories)
+    unreadable: UserError | None = None
     for candidate in candidates(data_dir, dataset.layouts, folders, repositories, dataset.revision):
+        origin = " + ".join(file.name for file in candidate.files)
         try:
             records = [record for file in candidate.files for record in read(file.path, file.member)]
-        except UserError:
+            if not records:
+                raise UserError(f"{place(origin, data_dir)} holds no records.")
+        except UserError as error:
             if candidate.sure:
                 raise
+            unreadable = unreadable or error
             continue
-        if candidate.sure or (records and candidate.layout.fits(records[0])):
-            return records, " + ".join(file.name for file in candidate.files)
+        if candidate.sure or candidate.layout.fits(records[0]):
+            return records, origin
+    if unreadable is not None:
+        raise unreadable
     names = [" and ".join(layout.paths) for layout in dataset.layouts]
     looked_for = " or ".join(names[:NAMED]) + (f" or {len(names) - NAMED} more" if len(names) > NAMED else "")
     raise Unavailable(

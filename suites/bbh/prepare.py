@@ -17,12 +17,7 @@ def dataset(subject: str) -> Dataset:
     parts = (f"{subject}/test-*-of-*.parquet", f"{subject}/test/*.parquet")
     return Dataset(
         name=f"BBH {subject}",
-        files=(
-            *names,
-            *(f"bbh/{name}" for name in names),
-            f"{subject}/test-*-of-*.parquet",
-            f"{subject}/test/*.parquet",
-        ),
+        files=(*names, *(f"bbh/{name}" for name in names), *parts),
         folder="bbh",
         folders=("BBH", "BIG-Bench-Hard", "BIG-Bench-Hard-main"),
         repositories=("lukaemon/bbh",),
