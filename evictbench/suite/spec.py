@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from evictbench.suite.survey import DataFound
 
 Question = Literal["seen", "unseen"]
 
@@ -103,6 +105,7 @@ class Suite:
     longer than prompts; None for the context that the run asks for, or else each prompt.
     versions: those of its prompts that can still be made. The first is the newest and the default; earlier ones are
     there so that old results can be extended. () for a suite that has only the one its tasks name.
+    survey: says what of the suite's data lies in a folder; None for a suite that reads none.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -119,6 +122,7 @@ class Suite:
     generator: Callable[[Any, Callable[[Any], Any]], Any] | None = None
     stated_length: int | None = None
     versions: tuple[str, ...] = ()
+    survey: Callable[[Path], Sequence[DataFound]] | None = None
 
     @property
     def all_protocols(self) -> Mapping[str, Protocol]:
