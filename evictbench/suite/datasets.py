@@ -130,7 +130,10 @@ def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
         records, origin = _from_hub(dataset)
         where = origin
     else:
-        records, origin = _find(dataset, data_dir)
+        try:
+            records, origin = _find(dataset, data_dir)
+        except OSError as error:
+            raise UserError(f"{error.filename or data_dir} cannot be read: {error.strerror or error}.") from error
         where = place(origin, data_dir)
     if not records:
         raise UserError(f"{where} holds no records.")

@@ -96,17 +96,22 @@ def _elsewhere(
     """Folders under other names, clones and downloads, and snapshots in a cache of the hub."""
     places = [*folders, *(name for id in repositories for name in (id.rpartition("/")[2], id))]
     yield from (data_dir / place for place in dict.fromkeys(places))
+    here = data_dir.absolute()
     for id in repositories:
-        for cached in (data_dir / _cache_name(id), data_dir / "hub" / _cache_name(id)):
-            yield from _snapshots(cached, revision)
-        if data_dir.name == _cache_name(id):
-            yield from _snapshots(data_dir, revision)
+        name = _cache_name(id)
+        caches = [data_dir / name / "snapshots", data_dir / "hub" / name / "snapshots"]
+        if here.name == name:
+            caches.append(data_dir / "snapshots")
+        elif (here.parent.name, here.name) == (name, "snapshots"):
+            caches.append(data_dir)
+        for cache in caches:
+            yield from _snapshots(cache, revision)
 
 
-def _snapshots(cached: Path, revision: str | None) -> list[Path]:
+def _snapshots(cache: Path, revision: str | None) -> list[Path]:
     """The snapshots of a repository in the hub's cache: of `revision`, then of its main branch, then others by name."""
-    snapshots = {path.name: path for path in sorted((cached / "snapshots").glob("*")) if path.is_dir()}
-    main = cached / "refs" / "main"
+    snapshots = {path.name: path for path in sorted(cache.glob("*")) if path.is_dir()}
+    main = cache.absolute().parent / "refs" / "main"
     first = [revision, main.read_text(encoding="utf-8", errors="replace").strip() if main.is_file() else None]
     order = [name for name in first if name in snapshots]
     return [snapshots[name] for name in dict.fromkeys([*order, *snapshots]) if name is not None]

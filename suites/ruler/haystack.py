@@ -70,8 +70,8 @@ def own_prose(meter: Meter) -> Essay:
 
 
 def from_path(path: Path, meter: Meter) -> Essay:
-    """A text file, every *.txt of a folder in order of name, or upstream's json file of essays (an object with the field
-    `text`); UserError where there is no text."""
+    """A text file, every *.txt of a folder in order of name, or the json file of essays that upstream's scripts make
+    (an object with the field `text`). UserError where there is no text."""
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"The haystack folder {path} holds no *.txt file.")
