@@ -110,6 +110,7 @@ def make_plan(
         checked.chosen,
         config,
         model=model,
+        model_named=source.name,
         model_sha256=lambda: load.weights_hash(source),
         weights=settings.weights,
         stated_length=checked.suite.stated_length or checked.context,
