@@ -20,6 +20,7 @@ from evictbench.suite.records import Record, has_member, read
 __all__ = [
     "Dataset",
     "Documents",
+    "Layout",
     "Loaded",
     "Record",
     "Unavailable",
