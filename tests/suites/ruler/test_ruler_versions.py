@@ -35,7 +35,7 @@ def test_a_result_names_the_version(prepare: Any, version: str | None, named: st
 
 def test_the_versions_differ_in_vt_alone(documents: Any) -> None:
     for name in TASKS:
-        old, new = (documents(name, context=2048, limit=2, version=version) for version in ("1", "2"))
+        old, new = (documents(name, context=1024, limit=1, version=version) for version in ("1", "2"))
         if name != "vt":
             assert old == new, name
             continue
