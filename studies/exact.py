@@ -95,6 +95,7 @@ def ruler(policy: str, out: Path) -> RunSettings:
     """The settings of a policy on RULER prompts."""
     return RunSettings(
         suite="ruler",
+        suite_version="1",  # the baseline's
         tasks="niah_single_1",
         context=PROMPT_CONTEXT,
         chat="off",

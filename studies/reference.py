@@ -44,9 +44,11 @@ WORKLOADS: Mapping[str, Mapping[str, Any]] = {
         "tasks": "niah_single_1,niah_single_2,niah_multivalue,niah_multikey_1",
         "context": 1024,
         "limit": 60,
+        "suite_version": "1",
     },
 }
-"""By suite: its tasks, tokens of a sample in all, tokens of a continuation, samples per task.
+"""By suite: its tasks, tokens of a sample in all, tokens of a continuation, samples per task; the version of its
+prompts, where the published ones were made with an earlier one.
 
 RULER's tasks are the four that the full cache answers best, with 20 prompts each: 100, 100, 80 and 75%. Of the others,
 niah_single_3 70, niah_multiquery 67.5, fwe 45, vt 38, niah_multikey_3 25, niah_multikey_2 15, cwe 9.5; the two qa tasks

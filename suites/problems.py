@@ -7,7 +7,7 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Dataset, Loaded, Record, load
+from evictbench.suite.datasets import Dataset, Loaded, Record, incomplete, load, place
 from evictbench.suite.tasks import prepare_each, prepared_documents, task_names
 
 from .boxed import prompt
@@ -37,11 +37,14 @@ def prepare(
     Raises UserError for an unknown task, for broken data, and for missing data of a task that the user named.
     """
     data: dict[str, str] = {}
+    warnings: list[str] = []
 
     def prepare_task(name: str) -> list[Document]:
         loaded = load(datasets[name], request.data_dir)
         data[loaded.origin] = f"sha256:{loaded.sha256}"
-        return _documents(loaded, str(request.data_dir / loaded.origin) if request.data_dir else "", gold)
+        if missing := incomplete(datasets[name], loaded, request.limit):
+            warnings.append(missing)
+        return _documents(loaded, place(loaded.origin, request.data_dir), gold)
 
     problems, skipped = prepare_each(request, suite, task_names(request, suite, datasets, datasets), prepare_task)
     return PreparedSuite(
@@ -49,6 +52,7 @@ def prepare(
         metadata={f"{suite}_problems": problems},
         skipped=skipped,
         data={**data, **(versions or {})},
+        warnings=tuple(warnings),
     )
 
 
@@ -59,11 +63,11 @@ def dataset(task: str, problems: Mapping[str, list[Document]] | None) -> dict[st
     return {split: Rows.from_list(documents) for split, documents in prepared_documents(task, problems).items()}
 
 
-def _documents(loaded: Loaded, path: str, gold: ReadGold) -> list[Document]:
-    """path: the file, "" for the hub's copy; for sentences."""
+def _documents(loaded: Loaded, source: str, gold: ReadGold) -> list[Document]:
+    """source: where the records are from, for sentences."""
     documents = []
     for row, record in enumerate(loaded.records, start=1):
-        where = f"{path or loaded.origin}: record {row}"
+        where = f"{source}: record {row}"
         problem = _field(record, PROBLEM, where)
         answer = gold(_field(record, ANSWER, where), where)
         documents.append({"index": row - 1, "input": prompt(problem), "answer": answer})

@@ -30,6 +30,9 @@ Chunk = Annotated[int, typer.Option(help="Prompt tokens per forward pass.")]
 Protocol = Annotated[
     str, typer.Option(help="A preset of the suite: default, or a paper's own. The options below change it.")
 ]
+SuiteVersion = Annotated[
+    str | None, typer.Option(help="An earlier version of the suite's prompts, to extend old results.")
+]
 Repeats = Annotated[int | None, typer.Option(help="Answers per document. Default: the protocol's.")]
 At = Annotated[int | None, typer.Option(help="The k of pass@k and maj@k. Default: the repeats.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. Default: the protocol's.")]

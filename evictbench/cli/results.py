@@ -207,13 +207,22 @@ def list_published(
 def doctor(
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what is not in order.")] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Say instead which suites' data this folder holds, and what of it is missing.")
+    ] = None,
     debug: options.Debug = False,
 ) -> None:
     """Say what is there and what is not, and what to do about it. Exit code 1 if something is missing."""
-    from evictbench.cli import listing
+    from evictbench.cli import data_report, listing
     from evictbench.terminal.console import console_for
     from evictbench.terminal.waiting import Waiting
 
+    if data_dir is not None:
+        with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
+            waiting.begin("reading the data")
+            entries = data_report.look(data_dir)
+        data_report.show(entries, as_json, quiet)
+        return
     with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
         waiting.begin("looking at libraries, devices and the model hub")
         checks = listing.checks()

@@ -36,6 +36,7 @@ def check(settings: RunSettings) -> Checked:
         raise UserError(f"A run takes one policy, and {' and '.join(policies)} are given: run them one by one.")
     chosen = registry.parse_policy(settings.policy)
     suite = registry.load_suite(settings.suite)
+    _check_version(settings, suite)
     tasks = _tasks(settings, suite)
     budget = chosen.policy.read_budget(settings.budget)
     if settings.weights is not None and not chosen.policy.learned:
@@ -51,6 +52,15 @@ def check(settings: RunSettings) -> Checked:
     )
     _check_folders(settings)
     return checked
+
+
+def _check_version(settings: RunSettings, suite: Suite) -> None:
+    version = settings.suite_version
+    if version is None or version in suite.versions:
+        return
+    if not suite.versions:
+        raise UserError(f"{suite.name} has one version of its prompts: leave out --suite-version {version}.")
+    raise unknown("version", version, suite.versions, f" of {suite.name}")
 
 
 def _tasks(settings: RunSettings, suite: Suite) -> tuple[str, ...] | None:

@@ -110,6 +110,7 @@ def make_plan(
         checked.chosen,
         config,
         model=model,
+        model_named=source.name,
         model_sha256=lambda: load.weights_hash(source),
         weights=settings.weights,
         stated_length=checked.suite.stated_length or checked.context,
@@ -254,6 +255,7 @@ def _prepare(
         haystack=settings.haystack,
         window=window,
         max_new_tokens=checked.protocol.answer_limit.common,
+        version=settings.suite_version,
     )
     prepared = checked.suite.prepare(request)
     if not prepared.tasks:

@@ -38,6 +38,7 @@ class RunSettings:
     max_new_tokens: str = "auto"
     chat: str = "auto"
     protocol: str = "default"
+    suite_version: str | None = None
     repeats: int | None = None
     at: int | None = None
     temperature: float | None = None

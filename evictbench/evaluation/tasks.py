@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evictbench import yaml_file
 from evictbench.errors import UserError
 from evictbench.evaluation.thinking import Thinking
 from evictbench.suite.spec import PreparedSuite, Suite
@@ -73,8 +75,12 @@ class GradedAnswer:
 
 
 def load_tasks(suite: Suite, prepared: PreparedSuite) -> dict[str, ConfigurableTask]:
-    """The lm-eval tasks of a prepared suite, in its order. Their documents are made here."""
+    """The lm-eval tasks of a prepared suite, in its order. Their documents are made here.
+
+    Raises UserError for a task file in which a key is given twice.
+    """
     manager = task_manager(include_path=str(suite.folder), include_defaults=False, metadata=dict(prepared.metadata))
+    check_task_files(manager, prepared.tasks)
     loaded = manager.load(list(prepared.tasks))["tasks"]
     for task in loaded.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
@@ -87,6 +93,18 @@ def task_manager(**options: Any) -> TaskManager:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return TaskManager(**options)
+
+
+def check_task_files(manager: TaskManager, names: Iterable[str]) -> None:
+    """Raise UserError for a task file, or a file that it includes, in which a key is given twice."""
+    left = [entry.yaml_path for name in names if (entry := manager.task_index.get(name)) and entry.yaml_path]
+    checked: set[Path] = set()
+    while left:
+        file = left.pop()
+        if file not in checked and file.is_file():
+            checked.add(file)
+            if included := yaml_file.check_keys(file).get("include"):
+                left.append(file.parent / included)
 
 
 def version_of(task: ConfigurableTask) -> str:

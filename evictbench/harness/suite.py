@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.evaluation.tasks import task_manager
+from evictbench.evaluation.tasks import check_task_files, task_manager
 from evictbench.harness.arguments import SCORED, generation_settings
 from evictbench.harness.prompts import prepare
 from evictbench.suite.spec import GREEDY, Protocol, Sampling, Suite
@@ -113,7 +113,9 @@ def _find(name: str) -> tuple[TaskManager, tuple[str, ...]]:
         defined = [leaf for leaf, entry in manager.task_index.items() if entry.yaml_path == path.resolve()]
         if not defined:
             raise UserError(f"The file {name} defines no lm-eval task.")
-        return manager, tuple(_leaves(manager, defined[0], defined[0]))
+        leaves = tuple(_leaves(manager, defined[0], defined[0]))
+        check_task_files(manager, {defined[0], *leaves})
+        return manager, leaves
     manager = _own_tasks()
     if name not in manager.task_index:
         near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)

@@ -50,5 +50,12 @@ def EvictionCache(
     def model_sha256() -> str:
         return "" if source is None else load.weights_hash(source)
 
-    ready = ready_policy(policy, model.config, model=name, model_sha256=model_sha256, weights=weights)
+    ready = ready_policy(
+        policy,
+        model.config,
+        model=name,
+        model_named=None if source is None else source.name,
+        model_sha256=model_sha256,
+        weights=weights,
+    )
     return new_cache(model, ready.policy, budget, prefill=prefill, prompt_length=prompt_length, rows=rows)

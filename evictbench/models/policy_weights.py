@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,13 +79,18 @@ class ForeignFormat(Protocol):
 
 
 def find(
-    policy: BasePolicy, where: str | None, model: str, model_sha256: Callable[[], str], shape: ModelShape
+    policy: BasePolicy,
+    where: str | None,
+    model: str,
+    model_sha256: Callable[[], str],
+    shape: ModelShape,
+    model_named: str | None = None,
 ) -> Weights:
     """The weights of a policy for a model: those at `where` (a folder or a hub id), else those that come with it.
 
     model: the model's name in results. model_sha256: returns its `load.weights_hash`; it is asked only where trained
-    weights are for a model of this shape. Raises UserError where there are no weights, or they are broken, another
-    policy's or variant's, or another model's.
+    weights are for a model of this shape. model_named: the model as `--model` takes it, for the command in a sentence.
+    Raises UserError where there are no weights, or they are broken, another policy's or variant's, or another model's.
     """
     if where is not None:
         return _fitting(load(where, policy, shape), policy, model, model_sha256, shape)
@@ -96,10 +102,10 @@ def find(
     chosen = next(iter([*own, *named, *any_model]), None)
     if chosen is None:
         suffix = f" (variant {variant})" if variant else ""
+        command = f"evictbench train --policy {policy.name} --model {shlex.quote(model_named or model)}"
         raise UserError(
             f"{policy.name} is learned, and no weights for {model}{suffix} come with evictbench: train them "
-            f"(evictbench train --policy {policy.name} --model {model} --data ... --out FOLDER), or name some with "
-            "--weights."
+            f"({command} --data ... --out FOLDER), or name some with --weights."
         )
     return _fitting(_read(chosen, f"bundled {chosen.name}"), policy, model, model_sha256, shape)
 

@@ -56,6 +56,7 @@ def ready_policy(
     config: PretrainedConfig,
     *,
     model: str = "this model",
+    model_named: str | None = None,
     model_sha256: Callable[[], str] = lambda: "",
     weights: str | Weights | None = None,
     stated_length: int | None = None,
@@ -63,9 +64,10 @@ def ready_policy(
     """Make a policy ready for the model that has this config.
 
     policy: as `--policy` takes it ("h2o:group=max", "file.py:Class"), or parsed, or an object. model: the model's name
-    in results. model_sha256: returns the hash of the model's weights (`load.weights_hash`); it is called only to tell
-    which trained weights belong to the model. weights: a folder, a hub id, or weights that are loaded; None: those that
-    come with the policy, unless the object has some already. stated_length: as of `PagedPolicy`.
+    in results. model_named: the model as `--model` takes it, for sentences that name a command. model_sha256: returns
+    the hash of the model's weights (`load.weights_hash`); it is called only to tell which trained weights belong to the
+    model. weights: a folder, a hub id, or weights that are loaded; None: those that come with the policy, unless the
+    object has some already. stated_length: as of `PagedPolicy`.
     Raises UserError for a policy or weights that do not exist or do not fit.
     """
     if isinstance(policy, str):
@@ -84,7 +86,7 @@ def ready_policy(
     if weights is None and policy.has_weights:
         return ReadyPolicy(policy, label, shape, model, None)
     if not isinstance(weights, Weights):
-        weights = policy_weights.find(policy, weights, model, model_sha256, shape)
+        weights = policy_weights.find(policy, weights, model, model_sha256, shape, model_named)
     learned: Any = policy
     learned.use(weights, shape)
     return ReadyPolicy(policy, label, shape, model, weights)

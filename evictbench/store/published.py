@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from evictbench import yaml_file
 from evictbench.errors import UserError, unknown
 from evictbench.policy.budget import Budget
 from evictbench.store.published_number import OPTIONAL, PROTOCOL, UNITS, Confidence, Published
@@ -94,21 +95,7 @@ def _installed() -> Path:
 
 
 def _of_file(file: Path) -> Iterator[Published]:
-    import yaml
-
-    class Strict(yaml.SafeLoader):  # type: ignore[misc]
-        """YAML as it is, but a field that is written twice in one place is an error and not the second one."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            for name, count in Counter(key.value for key, _ in node.value if isinstance(key.value, str)).items():
-                if count > 1:
-                    raise yaml.YAMLError(f"the field {name} is there twice in line {node.start_mark.line + 1}")
-            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
-
-    try:
-        document = yaml.load(file.read_text(encoding="utf-8"), Loader=Strict)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    document = yaml_file.load(file)
     if not isinstance(document, dict) or not isinstance(document.get("tables"), list):
         raise UserError(f"{file}: the field tables is missing, a list of the paper's tables.")
     tables = document.pop("tables")

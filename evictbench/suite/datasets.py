@@ -14,23 +14,42 @@ from typing import Any
 
 from evictbench import hub
 from evictbench.errors import UserError, first_line
+from evictbench.suite.layouts import Layout, candidates
+from evictbench.suite.records import Record, has_member, read
 
-Record = dict[str, Any]
+__all__ = [
+    "Dataset",
+    "Documents",
+    "Layout",
+    "Loaded",
+    "Record",
+    "Unavailable",
+    "content_hash",
+    "incomplete",
+    "load",
+    "place",
+    "read",
+]
+
+NAMED = 4
+"""File names that a sentence about missing data has at most."""
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Where the records of one benchmark, or of one of its tasks, are found.
 
-    name: for sentences. files: file names accepted under --data-dir, in order. Each is looked for in data_dir/folder,
-    then in data_dir; a name may hold a sub-folder. hub, revision, config, split: the copy on the hub. fields: those
-    that every record must have. sha256: the content hash (see Loaded) that the hub's copy must have, where it is known.
-    hub_file: a file of the hub's repository to read in place of a split, for repositories that `datasets` cannot
-    load; "data.zip/inner/file.jsonl" is a member of an archive.
+    name: for sentences. files: what is accepted under --data-dir, in order: names, or layouts. Each is looked for in
+    data_dir/folder, then in data_dir, and then in other places (`candidates`): folders of the names `folders`, and
+    clones, downloads and caches of the hub's repository and of `repositories`. A name may hold a sub-folder.
+    hub, revision, config, split: the copy on the hub. fields: those that every record must have. documents: how many
+    records there are, where that is known. sha256: the content hash (see Loaded) that the hub's copy must have, where
+    it is known. hub_file: a file of the hub's repository to read in place of a split, for repositories that `datasets`
+    cannot load; "data.zip/inner/file.jsonl" is a member of an archive.
     """
 
     name: str
-    files: tuple[str, ...]
+    files: tuple[str | Layout, ...]
     folder: str
     hub: str
     revision: str | None
@@ -39,12 +58,23 @@ class Dataset:
     fields: tuple[str, ...]
     sha256: str | None = None
     hub_file: str | None = None
+    folders: tuple[str, ...] = ()
+    repositories: tuple[str, ...] = ()
+    documents: int | None = None
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The files, as layouts."""
+        return tuple(Layout((file,)) if isinstance(file, str) else file for file in self.files)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Records of a dataset. origin: the file's path under --data-dir, or hub id@commit. sha256: hash of the records as
-    canonical JSON, so that equal records have equal hashes wherever they come from."""
+    """Records of a dataset.
+
+    origin: the file's path under --data-dir (several with " + "), or hub id@commit. sha256: hash of the records as
+    canonical JSON, so that equal records have equal hashes wherever they come from.
+    """
 
     records: list[Record]
     origin: str
@@ -101,8 +131,11 @@ def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
         records, origin = _from_hub(dataset)
         where = origin
     else:
-        path = _find(dataset, data_dir)
-        records, origin, where = read(path), path.relative_to(data_dir).as_posix(), str(path)
+        try:
+            records, origin = _find(dataset, data_dir)
+        except OSError as error:
+            raise UserError(f"{error.filename or data_dir} cannot be read: {error.strerror or error}.") from error
+        where = place(origin, data_dir)
     if not records:
         raise UserError(f"{where} holds no records.")
     _check_fields(records, dataset.fields, where)
@@ -115,24 +148,25 @@ def load(dataset: Dataset, data_dir: Path | None) -> Loaded:
     return Loaded(records, origin, sha256)
 
 
-def read(path: Path) -> list[Record]:
-    """The records of a .jsonl, .json (a list, or an object with `examples` or `data`) or .parquet file.
+def place(origin: str, data_dir: Path | None) -> str:
+    """Where records are from, for sentences: their file with the data folder before it, or the hub's copy."""
+    return origin if data_dir is None else str(data_dir / origin)
 
-    Raises UserError naming the file, and the line where there is one.
+
+def incomplete(dataset: Dataset, loaded: Loaded, limit: int | None = None) -> str | None:
+    """A sentence where a data set has another number of documents than it is known to have; None where it has all.
+
+    limit: the documents that a run asks for. As long as there are so many, none is missing.
     """
-    reader = {".jsonl": _lines, ".json": _json, ".parquet": _parquet}.get(path.suffix)
-    if reader is None:
-        raise UserError(f"{path} is neither .jsonl nor .json nor .parquet.")
-    try:
-        records = reader(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict):
-            raise UserError(f"{path}: record {number} is {type(record).__name__}, not an object with fields.")
-    return records
+    found, known = len(loaded.records), dataset.documents
+    if known is None or found == known or (limit is not None and limit <= found):
+        return None
+    if found > known:
+        return f"{loaded.origin} has {found} documents, and {dataset.name} has {known}: these are not the usual ones."
+    return (
+        f"{known - found} of the {known} documents of {dataset.name} are missing: {loaded.origin} has {found}, and "
+        "the score is over those."
+    )
 
 
 def content_hash(records: list[Record]) -> str:
@@ -141,16 +175,32 @@ def content_hash(records: list[Record]) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _find(dataset: Dataset, data_dir: Path) -> Path:
+def _find(dataset: Dataset, data_dir: Path) -> tuple[list[Record], str]:
+    """The records of the first layout that is there and has its signs, and the names of its files."""
     if not data_dir.is_dir():
         raise UserError(f"The data folder {data_dir} does not exist.")
-    for file in dataset.files:
-        for path in (data_dir / dataset.folder / file, data_dir / file):
-            if path.is_file():
-                return path
-    names = " or ".join(dataset.files)
+    folders = (dataset.folder, *dataset.folders)
+    repositories = (dataset.hub, *dataset.repositories)
+    unreadable: UserError | None = None
+    for candidate in candidates(data_dir, dataset.layouts, folders, repositories, dataset.revision):
+        origin = " + ".join(file.name for file in candidate.files)
+        try:
+            records = [record for file in candidate.files for record in read(file.path, file.member)]
+            if not records:
+                raise UserError(f"{place(origin, data_dir)} holds no records.")
+        except UserError as error:
+            if candidate.sure:
+                raise
+            unreadable = unreadable or error
+            continue
+        if candidate.sure or candidate.layout.fits(records[0]):
+            return records, origin
+    if unreadable is not None:
+        raise unreadable
+    names = [" and ".join(layout.paths) for layout in dataset.layouts]
+    looked_for = " or ".join(names[:NAMED]) + (f" or {len(names) - NAMED} more" if len(names) > NAMED else "")
     raise Unavailable(
-        f"The folder {data_dir} has no {dataset.name} data: looked for {names}, there and in {dataset.folder}/."
+        f"The folder {data_dir} has no {dataset.name} data: looked for {looked_for}, there and in {dataset.folder}/."
     )
 
 
@@ -159,43 +209,6 @@ def _check_fields(records: list[Record], fields: tuple[str, ...], where: str) ->
         for field in fields:
             if record.get(field) is None:
                 raise UserError(f"{where}: record {number} has no field {field!r}.")
-
-
-def _lines(path: Path) -> list[Any]:
-    records = []
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    records.append(json.loads(line))
-                except ValueError as error:
-                    raise UserError(f"{path}: line {number} is not valid JSON: {error}.") from error
-    return records
-
-
-def _json(path: Path) -> list[Any]:
-    text = path.read_text(encoding="utf-8-sig")
-    if not text.strip():
-        return []
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
-    if isinstance(content, dict):
-        content = content.get("examples", content.get("data"))
-    if not isinstance(content, list):
-        raise UserError(f"{path} is neither a list of records nor an object with the list `examples` or `data`.")
-    return content
-
-
-def _parquet(path: Path) -> list[Any]:
-    import pyarrow.parquet
-    from pyarrow import ArrowException
-
-    try:
-        return list(pyarrow.parquet.read_table(path).to_pylist())
-    except ArrowException as error:
-        raise UserError(f"{path} is not a parquet file that can be read: {first_line(error).rstrip('.')}.") from error
 
 
 def _from_hub(dataset: Dataset) -> tuple[list[Record], str]:
@@ -209,7 +222,7 @@ def _from_hub(dataset: Dataset) -> tuple[list[Record], str]:
     except Exception as error:  # the libraries raise many kinds, none of them promised
         named = " ".join(filter(None, (dataset.hub, dataset.config)))
         why = f"{reason}, and it is not in the local cache" if reason else first_line(error).rstrip(".")
-        files = " or ".join(dataset.files)
+        files = " or ".join(" and ".join(layout.paths) for layout in dataset.layouts[:NAMED])
         raise Unavailable(
             f"{dataset.name} comes from the hub ({named}), which did not give it ({why}); "
             f"fetch it where there is a network, or give a folder that holds {files} with --data-dir."
@@ -232,9 +245,6 @@ def _hub_split(dataset: Dataset) -> tuple[list[Record], str]:
 
 
 def _hub_file(dataset: Dataset) -> tuple[list[Record], str]:
-    import tempfile
-    from zipfile import ZipFile
-
     from huggingface_hub import hf_hub_download
 
     assert dataset.hub_file is not None
@@ -254,8 +264,9 @@ def _hub_file(dataset: Dataset) -> tuple[list[Record], str]:
     origin = f"{dataset.hub}@{commit}"
     if not is_archive:
         return read(local), origin
-    with tempfile.TemporaryDirectory() as folder, ZipFile(local) as archive:
-        return read(Path(archive.extract(member, folder))), origin
+    if not has_member(local, member):
+        raise LookupError(f"There is no item named {member!r} in {name}")
+    return read(local, member), origin
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from evictbench.suite.survey import DataFound
 
 Question = Literal["seen", "unseen"]
 
@@ -55,6 +57,7 @@ class SuiteRequest:
     chat: whether prompts will be wrapped in the tokenizer's chat template.
     window: tokens that the model can hold, prompt and answer together. max_new_tokens: what the run fixes for every
     answer, None for each task's own. Both matter to suites that cut prompts by a rule of their own.
+    version: one of the suite's `versions`, None for the first.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -68,6 +71,7 @@ class SuiteRequest:
     haystack: Path | None = None
     window: int | None = None
     max_new_tokens: int | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,14 @@ class PreparedSuite:
     metadata is handed to lm-eval's TaskManager, and from there to the tasks' `custom_dataset` functions.
     skipped maps a task of the default set to the sentence that says why it is not run.
     data maps every input (word list, haystack, file) to its content hash or version.
+    warnings are sentences about the data that a user should read, such as how many documents are missing.
     """
 
     tasks: tuple[str, ...]
     metadata: Mapping[str, Any]
     skipped: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,9 @@ class Suite:
     `run(requests)` and completions that carry a `score` and `metrics` of their own; None for tasks that generate.
     stated_length: tokens that a budget in entries is a share of, for policies that take shares: where answers are much
     longer than prompts; None for the context that the run asks for, or else each prompt.
+    versions: those of its prompts that can still be made. The first is the newest and the default; earlier ones are
+    there so that old results can be extended. () for a suite that has only the one its tasks name.
+    survey: says what of the suite's data lies in a folder; None for a suite that reads none.
     prepare raises UserError for anything the user can put right (unknown task, context too short, missing file).
     """
 
@@ -112,6 +121,8 @@ class Suite:
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     generator: Callable[[Any, Callable[[Any], Any]], Any] | None = None
     stated_length: int | None = None
+    versions: tuple[str, ...] = ()
+    survey: Callable[[Path], Sequence[DataFound]] | None = None
 
     @property
     def all_protocols(self) -> Mapping[str, Protocol]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from evictbench import registry
+from evictbench import registry, yaml_file
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import RunSettings
 from evictbench.policy.budget import Budget
@@ -76,20 +76,17 @@ def read_sweep_file(path: Path) -> dict[str, Any]:
 
     Raises UserError for a file that is no YAML, and for unknown options and values.
     """
-    import yaml
-
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+    content = yaml_file.load(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no words of a sweep: it begins with policies:, budgets: and suites:.")
     where = f" in {path}"
     options: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if name in options:
+            raise UserError(f"The word {name}{where} is given twice, once with - and once with _.")
         if name == OVERRIDES:
             if not isinstance(value, list) or not all(isinstance(override, dict) for override in value):
                 raise UserError(f"The overrides{where} are a list; each says which cells it is for, and what differs.")
@@ -211,8 +208,13 @@ def _override(content: Mapping[Any, Any], where: str) -> Override:
     axes: dict[str, tuple[str, ...]] = dict.fromkeys(AXES, ())
     options: dict[str, Any] = {}
     leave_out = False
+    given: set[str] = set()
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        meant = AXES.get(name, name)
+        if meant in given:
+            raise UserError(f"The word {meant} of an override{where} is given twice, in two spellings.")
+        given.add(meant)
         plural = next((axis for axis, single in AXES.items() if name in (axis, single)), None)
         if plural is not None:
             axes[plural] = tuple(_axis(_list(value)))

@@ -254,6 +254,7 @@ def _ready(
         chosen,
         config,
         model=model,
+        model_named=None if source is None else source.name,
         model_sha256=lambda: model if source is None else load.weights_hash(source),
         weights=weights,
     )

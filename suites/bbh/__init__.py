@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
 from .tasks import COT, DIRECT
+
+if TYPE_CHECKING:
+    from evictbench.suite.survey import DataFound
 
 __all__ = ["SUITE"]
 
@@ -38,6 +43,14 @@ def _prepare(request: SuiteRequest) -> PreparedSuite:
     return prepare(request)
 
 
+def _survey(data_dir: Path) -> Sequence[DataFound]:
+    from evictbench.suite.survey import survey
+
+    from .prepare import DATASETS
+
+    return survey(DATASETS, data_dir)
+
+
 SUITE = Suite(
     name="bbh",
     summary="BIG-Bench Hard: 27 reasoning tasks after three examples, with chains of thought or answers only",
@@ -48,5 +61,6 @@ SUITE = Suite(
     default_context=None,
     default_limit=None,
     prepare=_prepare,
+    survey=_survey,
     protocols=PROTOCOLS,
 )

@@ -6,20 +6,24 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Dataset, Documents, Loaded, Record, load
+from evictbench.suite.datasets import Dataset, Documents, Loaded, Record, incomplete, load
 from evictbench.suite.tasks import prepare_each, prepared_documents, task_names
 
 from .prompts import Shots, shots
-from .tasks import COT, DIRECT, SUBJECT_OF, SUBJECTS, TRUTHS
+from .tasks import COT, DIRECT, DOCUMENTS, SUBJECT_OF, SUBJECTS, TRUTHS
 
 
 def dataset(subject: str) -> Dataset:
     """Where the questions of one task are found."""
     names = [f"{subject}{kind}" for kind in (".json", ".jsonl", ".parquet")]
+    parts = (f"{subject}/test-*-of-*.parquet", f"{subject}/test/*.parquet")
     return Dataset(
         name=f"BBH {subject}",
-        files=(*names, *(f"bbh/{name}" for name in names)),
+        files=(*names, *(f"bbh/{name}" for name in names), *parts),
         folder="bbh",
+        folders=("BBH", "BIG-Bench-Hard", "BIG-Bench-Hard-main"),
+        repositories=("lukaemon/bbh",),
+        documents=DOCUMENTS.get(subject, 250),
         hub="SaylorTwift/bbh",
         revision=None,
         config=subject,
@@ -34,6 +38,7 @@ DATASETS = {subject: dataset(subject) for subject in SUBJECTS}
 def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     data: dict[str, str] = {}
+    warnings: dict[str, None] = {}
     read: dict[str, tuple[Loaded, Shots]] = {}
 
     def prepare_task(name: str) -> Documents:
@@ -41,6 +46,8 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         if subject not in read:
             read[subject] = load(DATASETS[subject], request.data_dir), shots(subject, request.data_dir)
         loaded, prompt = read[subject]
+        if missing := incomplete(DATASETS[subject], loaded, request.limit):
+            warnings[missing] = None
         data[loaded.origin if request.data_dir else f"{loaded.origin} {subject}"] = f"sha256:{loaded.sha256}"
         data[f"cot-prompts/{subject}"] = f"sha256:{prompt.sha256}"
         where = str(request.data_dir / loaded.origin) if request.data_dir else f"{loaded.origin} {subject}"
@@ -48,7 +55,13 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
 
     names = task_names(request, "BBH", SUBJECT_OF, COT)
     prepared, skipped = prepare_each(request, "BBH", names, prepare_task)
-    return PreparedSuite(tasks=tuple(prepared), metadata={"bbh_documents": prepared}, skipped=skipped, data=data)
+    return PreparedSuite(
+        tasks=tuple(prepared),
+        metadata={"bbh_documents": prepared},
+        skipped=skipped,
+        data=data,
+        warnings=tuple(warnings),
+    )
 
 
 def documents(task: str, bbh_documents: dict[str, Documents] | None = None, **_: object) -> dict[str, Documents]:

@@ -14,7 +14,13 @@ from pathlib import Path
 
 from evictbench.errors import UserError
 
-FOLDERS = ("bbh/cot-prompts", "cot-prompts")
+FOLDERS = (
+    "bbh/cot-prompts",
+    "cot-prompts",
+    "BBH/cot-prompts",
+    "BIG-Bench-Hard/cot-prompts",
+    "BIG-Bench-Hard-main/cot-prompts",
+)
 THINK = "Let's think step by step."
 
 _CANARY_END = "\n-----\n"
@@ -55,9 +61,8 @@ class Shots:
 
 
 def shots(subject: str, data_dir: Path | None) -> Shots:
-    """The description and examples of a task, from <data_dir>/bbh/cot-prompts/<task>.txt or
-    <data_dir>/cot-prompts/<task>.txt if it is there, else from the installed lm-eval. Raises UserError naming the file
-    if that is not such a prompt."""
+    """The description and examples of a task, from <task>.txt in one of FOLDERS of `data_dir` if it is there, else from
+    the installed lm-eval. Raises UserError naming the file if that is not such a prompt."""
     for folder in FOLDERS if data_dir else ():
         assert data_dir is not None
         path = data_dir / folder / f"{subject}.txt"

@@ -32,6 +32,9 @@ SUBJECTS = (
     "word_sorting",
 )
 
+DOCUMENTS = {"causal_judgement": 187, "penguins_in_a_table": 146, "snarks": 178}
+"""Questions of the tasks that have not 250."""
+
 COT = {f"bbh_{subject}": subject for subject in SUBJECTS}
 """Names of the tasks with three worked examples."""
 

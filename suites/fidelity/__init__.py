@@ -8,6 +8,7 @@ from typing import Any
 
 from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
+from ..ruler import SUITE as RULER
 from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS
 
 __all__ = ["SUITE"]
@@ -37,4 +38,5 @@ SUITE = Suite(
     prepare=_prepare,
     generator=_generator,
     protocols={"default": Protocol(source="this project", tasks=TASKS)},
+    versions=RULER.versions,
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
 from .tasks import PROTOCOLS, TASKS
+
+if TYPE_CHECKING:
+    from evictbench.suite.survey import DataFound
 
 __all__ = ["SUITE"]
 
@@ -15,6 +20,14 @@ def _prepare(request: SuiteRequest) -> PreparedSuite:
     from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
+
+
+def _survey(data_dir: Path) -> Sequence[DataFound]:
+    from evictbench.suite.survey import survey
+
+    from .prepare import DATASET
+
+    return survey({"gsm8k": DATASET}, data_dir)
 
 
 SUITE = Suite(
@@ -27,5 +40,6 @@ SUITE = Suite(
     default_context=None,
     default_limit=None,
     prepare=_prepare,
+    survey=_survey,
     protocols=PROTOCOLS,
 )

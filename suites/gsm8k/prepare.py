@@ -6,28 +6,40 @@ from collections.abc import Callable
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Dataset, Documents, Record, load
+from evictbench.suite.datasets import Dataset, Documents, Layout, Record, incomplete, load, place
 from evictbench.suite.tasks import prepared_documents, task_names
 
 from . import prompts
 from .numbers import number, spelled
 from .tasks import PROTOCOLS, TASKS
 
+_SIGNS = {"question": ""}
+"""The field by which a record may be one of GSM8K where the file's name does not say so."""
+
 DATASET = Dataset(
     name="GSM8K",
     files=(
-        "test.jsonl",
-        "test.parquet",
-        "main/test-00000-of-00001.parquet",
+        Layout(("test.jsonl",), _SIGNS),
+        Layout(("test.parquet",), _SIGNS),
+        Layout(("main/test-00000-of-00001.parquet",), _SIGNS),
         "gsm8k.jsonl",
         "gsm8k.parquet",
+        "grade_school_math/data/test.jsonl",
+        "gsm8k.json",
+        "GSM8K.jsonl",
+        "gsm8k_test.jsonl",
+        Layout(("main/test-*-of-*.parquet",), _SIGNS),
+        Layout(("main/test/*.parquet",), _SIGNS),
+        Layout(("data/test.jsonl",), _SIGNS),
     ),
     folder="gsm8k",
+    folders=("GSM8K", "grade-school-math", "grade-school-math-master"),
     hub="openai/gsm8k",
     revision="cc7b047b6e5bb11b4f1af84efc572db110a51b3c",
     config="main",
     split="test",
     fields=("question", "answer"),
+    documents=1319,
 )
 
 PROMPTS: dict[str, Callable[[str], str]] = {
@@ -41,7 +53,8 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
     """Make the tasks of a request ready; see evictbench.suite.spec.Suite for what may be raised."""
     names = task_names(request, "GSM8K", TASKS, PROTOCOLS["default"].tasks)
     loaded = load(DATASET, request.data_dir)
-    where = str(request.data_dir / loaded.origin) if request.data_dir else loaded.origin
+    where = place(loaded.origin, request.data_dir)
+    missing = incomplete(DATASET, loaded, request.limit)
     problems = [
         {"question": record["question"], "answer": _gold(record["answer"], f"{where}: record {row}")}
         for row, record in enumerate(loaded.records, start=1)
@@ -50,6 +63,7 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         tasks=names,
         metadata={"gsm8k_documents": {name: _documents(PROMPTS[name], problems) for name in names}},
         data={loaded.origin: f"sha256:{loaded.sha256}"},
+        warnings=(missing,) if missing else (),
     )
 
 

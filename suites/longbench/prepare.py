@@ -13,7 +13,7 @@ from evictbench.suite.tasks import prepare_each, task_names
 from .cut import Cutter
 from .documents import Samples
 from .metrics import PARAGRAPH
-from .tasks import ARCHIVE, HUB, PROTOCOLS, REVISION, TASKS, Task
+from .tasks import ARCHIVE, DOCUMENTS, HUB, LONGBENCH_E, OFFICIAL, PROTOCOLS, REVISION, TASKS, Task
 from .templates import TEMPLATES
 
 
@@ -37,6 +37,11 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         metadata={"longbench_samples": samples},
         skipped=skipped,
         data={f"longbench/{name}.jsonl": f"sha256:{loaded.sha256}" for name, loaded in read.items()},
+        warnings=tuple(
+            missing
+            for name, loaded in read.items()
+            if (missing := datasets.incomplete(DATASETS[name], loaded, request.limit))
+        ),
     )
 
 
@@ -47,8 +52,22 @@ def dataset(task: Task) -> datasets.Dataset:
         fields.append("all_classes")
     return datasets.Dataset(
         name=f"LongBench {task.records}",
-        files=(f"{task.records}.jsonl", f"data/{task.records}.jsonl"),
+        files=(
+            f"{task.records}.jsonl",
+            f"data/{task.records}.jsonl",
+            f"{ARCHIVE}/data/{task.records}.jsonl",
+            f"{ARCHIVE}/{task.records}.jsonl",
+            f"{task.records}.parquet",
+            f"data/{task.records}.parquet",
+            f"{task.records}/test-*-of-*.parquet",
+            f"{task.records}/test/*.parquet",
+            f"{task.records}.json",
+            f"data/{task.records}.json",
+        ),
         folder="longbench",
+        folders=("LongBench", "LongBench/LongBench"),
+        repositories=("THUDM/LongBench",),
+        documents=DOCUMENTS[task.records],
         hub=HUB,
         revision=REVISION,
         config=None,
@@ -58,11 +77,15 @@ def dataset(task: Task) -> datasets.Dataset:
     )
 
 
+DATASETS = {name: dataset(task) for name, task in {**OFFICIAL, **LONGBENCH_E}.items()}
+"""By the name of the records, which several tasks share."""
+
+
 def _load(task: Task, request: SuiteRequest) -> datasets.Loaded:
     """A task's records, their fields checked and lists read. Raises UserError for the first bad record."""
-    loaded = datasets.load(dataset(task), request.data_dir)
+    loaded = datasets.load(DATASETS[task.records], request.data_dir)
     for number, record in enumerate(loaded.records, start=1):
-        where = f"{loaded.origin}: record {number}"
+        where = f"{datasets.place(loaded.origin, request.data_dir)}: record {number}"
         for field in ("input", "context"):
             if not isinstance(record[field], str):
                 raise UserError(f"{where}: the field {field!r} is not a text.")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
 from ..boxed import THINKING, THINKING_SOURCE
+
+if TYPE_CHECKING:
+    from evictbench.suite.survey import DataFound
 
 __all__ = ["SUITE"]
 
@@ -40,6 +45,14 @@ def _prepare(request: SuiteRequest) -> PreparedSuite:
     return prepare(request)
 
 
+def _survey(data_dir: Path) -> Sequence[DataFound]:
+    from evictbench.suite.survey import survey
+
+    from .problems import DATASETS
+
+    return survey(DATASETS, data_dir)
+
+
 SUITE = Suite(
     name="math500",
     summary="MATH-500: competition mathematics, answers compared as mathematics",
@@ -50,6 +63,7 @@ SUITE = Suite(
     default_context=None,
     default_limit=None,
     prepare=_prepare,
+    survey=_survey,
     protocols=PROTOCOLS,
     stated_length=16_384,
 )

@@ -6,11 +6,14 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
-from evictbench.suite.datasets import Dataset
+from evictbench.suite.datasets import Dataset, Layout
 
 from .. import problems
 from ..typesetting import LONGEST
 from .judge import versions
+
+_SIGNS = {"problem": "", "unique_id": ""}
+"""Fields by which a record is one of MATH where the file's name does not say so."""
 
 DATASET = Dataset(
     name="MATH-500",
@@ -21,13 +24,25 @@ DATASET = Dataset(
         "math_500.jsonl",
         "MATH-500/test.jsonl",
         "math500/test.jsonl",
+        "MATH500.jsonl",
+        "MATH-500.jsonl",
+        "math_500.parquet",
+        "math_500.json",
+        "math_splits/test.jsonl",
+        "prm800k/math_splits/test.jsonl",
+        Layout(("test.jsonl",), _SIGNS),
+        Layout(("test-*-of-*.parquet",), _SIGNS),
+        Layout(("data/test-*-of-*.parquet",), _SIGNS),
+        Layout(("default/test/*.parquet",), _SIGNS),
     ),
     folder="math500",
+    folders=("MATH500", "math_500", "prm800k"),
     hub="HuggingFaceH4/MATH-500",
     revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
     config=None,
     split="test",
     fields=(),
+    documents=500,
 )
 DATASETS = {"math500": DATASET}
 

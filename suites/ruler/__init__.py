@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
-from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS
+from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS, VERSIONS
+
+if TYPE_CHECKING:
+    from evictbench.suite.survey import DataFound
 
 __all__ = ["SUITE"]
 
@@ -15,6 +20,12 @@ def _prepare(request: SuiteRequest) -> PreparedSuite:
     from .prepare import prepare  # lazy, so that suites are listed fast
 
     return prepare(request)
+
+
+def _survey(data_dir: Path) -> Sequence[DataFound]:
+    from .qa_data import survey
+
+    return survey(data_dir)
 
 
 SUITE = Suite(
@@ -27,4 +38,6 @@ SUITE = Suite(
     default_context=DEFAULT_CONTEXT,
     default_limit=DEFAULT_LIMIT,
     prepare=_prepare,
+    survey=_survey,
+    versions=tuple(VERSIONS),
 )

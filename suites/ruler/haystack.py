@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, first_line
 
 from . import prose
 from .fit import Meter
@@ -69,7 +70,8 @@ def own_prose(meter: Meter) -> Essay:
 
 
 def from_path(path: Path, meter: Meter) -> Essay:
-    """A text file, or every *.txt of a folder in order of name; UserError where there is no text."""
+    """A text file, every *.txt of a folder in order of name, or the json file of essays that upstream's scripts make
+    (an object with the field `text`). UserError where there is no text."""
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"The haystack folder {path} holds no *.txt file.")
@@ -79,7 +81,20 @@ def from_path(path: Path, meter: Meter) -> Essay:
         raise UserError(f"The haystack file {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"The haystack {path} is not UTF-8 text.") from error
+    if path.suffix == ".json":
+        text = _text_of_json(path, text)
     return from_text(path.name, text, meter)
+
+
+def _text_of_json(path: Path, content: str) -> str:
+    try:
+        loaded = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"The haystack {path} is not valid JSON: {first_line(error)}.") from error
+    text = loaded.get("text") if isinstance(loaded, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f"The haystack {path} is JSON and has no field text that holds the essays.")
+    return text
 
 
 def from_text(name: str, text: str, meter: Meter) -> Essay:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,16 +30,7 @@ def squad() -> Found | str:
     rows = _rows(SQUAD, "validation")
     if isinstance(rows, str):
         return rows
-    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        questions = articles.setdefault(row["title"], {}).setdefault(row["context"], [])
-        answers = [{"text": text} for text in row["answers"]["text"]]
-        questions.append({"question": row["question"], "answers": answers})
-    records = [
-        {"title": title, "paragraphs": [{"context": text, "qas": qas} for text, qas in paragraphs.items()]}
-        for title, paragraphs in articles.items()
-    ]
-    return Found(" ".join(SQUAD), records)
+    return Found(" ".join(SQUAD), squad_records(rows))
 
 
 def hotpotqa() -> Found | str:
@@ -46,18 +38,36 @@ def hotpotqa() -> Found | str:
     rows = _rows(HOTPOTQA, "validation")
     if isinstance(rows, str):
         return rows
-    records = []
-    for row in rows:
-        pairs = zip(row["context"]["title"], row["context"]["sentences"], strict=True)
-        context = [[title, list(sentences)] for title, sentences in pairs]
-        records.append({"question": row["question"], "answer": row["answer"], "context": context})
-    return Found(" ".join(HOTPOTQA), records)
+    return Found(" ".join(HOTPOTQA), hotpotqa_records(rows))
 
 
 def essays() -> Found | str:
     """Texts of the essays, or why they cannot be had."""
     rows = _rows(ESSAYS, "train")
     return rows if isinstance(rows, str) else Found(" ".join(ESSAYS), [row["text"] for row in rows])
+
+
+def squad_records(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The hub's rows as articles of SQuAD's own json files."""
+    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        questions = articles.setdefault(row["title"], {}).setdefault(row["context"], [])
+        answers = [{"text": text} for text in row["answers"]["text"]]
+        questions.append({"question": row["question"], "answers": answers})
+    return [
+        {"title": title, "paragraphs": [{"context": text, "qas": qas} for text, qas in paragraphs.items()]}
+        for title, paragraphs in articles.items()
+    ]
+
+
+def hotpotqa_records(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The hub's rows as questions of HotpotQA's own json files."""
+    records = []
+    for row in rows:
+        pairs = zip(row["context"]["title"], row["context"]["sentences"], strict=True)
+        context = [[title, list(sentences)] for title, sentences in pairs]
+        records.append({"question": row["question"], "answer": row["answer"], "context": context})
+    return records
 
 
 def _rows(name: tuple[str, ...], split: str) -> Any:

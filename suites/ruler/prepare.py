@@ -22,12 +22,14 @@ from .tasks import (
     DEFAULT_LIMIT,
     TASKS,
     VERSION,
+    VERSIONS,
     CommonWords,
     FrequentWords,
     Needles,
     Questions,
     Settings,
     Tracking,
+    Version,
 )
 from .tracking import TrackingTask
 from .words import CommonWordsTask, FrequentWordsTask
@@ -45,15 +47,17 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
     if request.data_dir and not request.data_dir.is_dir():
         raise UserError(f"The data folder {request.data_dir} does not exist.")
 
+    number = request.version or str(VERSION)
+    version = VERSIONS[number]
     sources = _Sources(request)
     samples, skipped = prepare_each(
-        request, "RULER", names, lambda name: _samples(name, sources, context, limit, request.seed)
+        request, "RULER", names, lambda name: _samples(name, version, sources, context, limit, request.seed)
     )
     return PreparedSuite(
         tasks=tuple(samples),
-        metadata={"ruler_samples": samples},
+        metadata={"ruler_samples": samples, "version": int(number)},
         skipped=skipped,
-        data={"ruler": f"generator version {VERSION}", **sources.named(samples)},
+        data={"ruler": version.name, **sources.named(samples)},
     )
 
 
@@ -95,11 +99,11 @@ class _Sources:
         return used
 
 
-def _samples(name: str, sources: _Sources, context: int, limit: int, seed: int) -> Samples:
+def _samples(name: str, version: Version, sources: _Sources, context: int, limit: int, seed: int) -> Samples:
     """A task's samples. Raises Unavailable where the context is too small for them, or their data is missing."""
     task = TASKS[name]
     room = max(1, context - task.answer_tokens)
-    maker = _maker(task.settings, sources, context, room)
+    maker = _maker(task.settings, version, sources, context, room)
     probes = [maker.draft(i, draws(name, 0, f"probe {i}")) for i in range(_probes(maker))]
     counts = sources.meter.prompts([probe.render(probe.least) for probe in probes])
     base = sum(n - probe.cost(probe.least) for n, probe in zip(counts, probes, strict=True)) / len(probes)
@@ -114,16 +118,16 @@ def _samples(name: str, sources: _Sources, context: int, limit: int, seed: int) 
     return Samples(name, maker, sources.meter, context, task.answer_tokens, base, seed, numbers)
 
 
-def _maker(settings: Settings, sources: _Sources, context: int, room: int) -> Maker:
+def _maker(settings: Settings, version: Version, sources: _Sources, context: int, room: int) -> Maker:
     meter = sources.meter
     if isinstance(settings, Needles):
         return NeedleTask(settings, meter, room, sources.essay if settings.haystack == "essay" else None)
     if isinstance(settings, Tracking):
-        return TrackingTask(settings, meter, room)
+        return TrackingTask(settings, version.tracking, meter, room)
     if isinstance(settings, CommonWords):
         return CommonWordsTask(settings, meter, context, room)
     if isinstance(settings, FrequentWords):
-        return FrequentWordsTask(settings, meter, context, room)
+        return FrequentWordsTask(settings, meter, context if version.answer_counts else room, room)
     return QuestionTask(sources.corpus(settings.dataset), meter, room)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, first_line
 from evictbench.suite.datasets import Unavailable
+from evictbench.suite.layouts import Layout, candidates
+from evictbench.suite.records import read as read_records
+from evictbench.suite.survey import DataFound, look_for
 
 from . import hub
 
@@ -40,20 +44,85 @@ class Corpus:
     questions: tuple[Question, ...]
 
 
+LAYOUTS: dict[Dataset, tuple[Layout, ...]] = {
+    "squad": (
+        *(Layout((name,)) for name in ("dev-v2.0.json", "dev-v1.1.json", "squad.json")),
+        *(Layout((f"{folder}json/squad.json",)) for folder in ("", "data/synthetic/", "scripts/data/synthetic/")),
+        Layout(("squad_v2/validation-*-of-*.parquet",)),
+        Layout(("squad_v2/validation/*.parquet",)),
+        Layout(("plain_text/validation-*-of-*.parquet",)),
+    ),
+    "hotpotqa": (
+        *(Layout((name,)) for name in ("hotpot_dev_distractor_v1.json", "hotpotqa.json")),
+        *(Layout((f"{folder}json/hotpotqa.json",)) for folder in ("", "data/synthetic/", "scripts/data/synthetic/")),
+        Layout(("distractor/validation-*-of-*.parquet",)),
+        Layout(("distractor/validation/*.parquet",)),
+    ),
+}
+"""Files that hold a data set where it has no folder of its own: by its authors, by upstream's scripts, by the hub."""
+
+FOLDERS: dict[Dataset, tuple[str, ...]] = {
+    "squad": ("squad", "SQuAD", "ruler", "RULER"),
+    "hotpotqa": ("hotpotqa", "HotpotQA", "hotpot_qa", "ruler", "RULER"),
+}
+REPOSITORIES: dict[Dataset, tuple[str, ...]] = {
+    "squad": ("rajpurkar/squad_v2", "rajpurkar/squad"),
+    "hotpotqa": ("hotpotqa/hotpot_qa",),
+}
+
+
 def find(dataset: Dataset, data_dir: Path | None) -> Corpus:
     """The corpus of a data set, from `data_dir` if it is there, else from the hub if that can be reached.
 
-    Looks for *.json in <data_dir>/<dataset> and <data_dir>/ruler/<dataset>. Raises Unavailable where there
-    is nothing, and UserError naming the file and the field where a file has another format.
+    Raises Unavailable where there is nothing, and UserError naming the file and the field where a file has another
+    format.
     """
-    for folder in (data_dir / dataset, data_dir / "ruler" / dataset) if data_dir else ():
-        if files := sorted(folder.glob("*.json")):
-            return from_files(dataset, files)
+    if data_dir is not None and (found := _in_folder(dataset, data_dir)):
+        return found[0]
     copy = hub.squad() if dataset == "squad" else hub.hotpotqa()
     if isinstance(copy, str):
         looked = f"in {data_dir / dataset} (*.json)" if data_dir else f"in a data folder ({dataset}/*.json)"
         raise Unavailable(f"The {dataset} data is neither {looked} nor to be had from the hub: {copy}.")
     return _corpus(dataset, copy.name, [(f"{copy.name}[{i}]", record) for i, record in enumerate(copy.records)])
+
+
+def survey(data_dir: Path) -> list[DataFound]:
+    """What a folder has of SQuAD and HotpotQA; any part of them will do."""
+
+    def read(dataset: Dataset) -> tuple[str, int]:
+        found = _in_folder(dataset, data_dir)
+        if found is None:
+            raise Unavailable(f"There is no {dataset} data in {data_dir}.")
+        return found[1], len(found[0].questions)
+
+    return [look_for(dataset, partial(read, dataset)) for dataset in LAYOUTS]
+
+
+def _in_folder(dataset: Dataset, data_dir: Path) -> tuple[Corpus, str] | None:
+    """The corpus that lies in a folder, and the names of its files: every *.json of <data_dir>/<dataset> or
+    <data_dir>/ruler/<dataset>, else the first of LAYOUTS that is there."""
+    for folder in (data_dir / dataset, data_dir / "ruler" / dataset):
+        if files := sorted(folder.glob("*.json")):
+            names = [file.relative_to(data_dir).as_posix() for file in files]
+            return from_files(dataset, files), " + ".join(names)
+    for candidate in candidates(data_dir, LAYOUTS[dataset], FOLDERS[dataset], REPOSITORIES[dataset]):
+        files = [file.path for file in candidate.files]
+        origin = " + ".join(file.name for file in candidate.files)
+        if files[0].suffix == ".json":
+            return from_files(dataset, files), origin
+        return _from_rows(dataset, files), origin
+    return None
+
+
+def _from_rows(dataset: Dataset, files: Sequence[Path]) -> Corpus:
+    """Read the hub's parquet files."""
+    name = ", ".join(file.name for file in files)
+    rows = [row for file in files for row in read_records(file)]
+    try:
+        records = hub.squad_records(rows) if dataset == "squad" else hub.hotpotqa_records(rows)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{files[0]} has not the fields of {dataset} on the hub ({first_line(error)}).") from error
+    return _corpus(dataset, name, [(f"{name}[{i}]", record) for i, record in enumerate(records)])
 
 
 def from_files(dataset: Dataset, files: Iterable[Path]) -> Corpus:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from .tasks import VERSION
+_NAME = "ruler 1"  # part of every seed: another name draws other samples
 
 T = TypeVar("T")
 Draws = Callable[[str], random.Random]  # purpose -> a fresh generator, the same at every call
@@ -17,7 +17,7 @@ def draws(task: str, seed: int, sample: int | str, attempt: int = 0) -> Draws:
 
     attempt: raised when a sample does not fit even with its least haystack and is drawn again.
     """
-    return lambda purpose: random.Random(f"ruler {VERSION} {task} {seed} {sample} {attempt} {purpose}")
+    return lambda purpose: random.Random(f"{_NAME} {task} {seed} {sample} {attempt} {purpose}")
 
 
 def shuffled(rng: random.Random, items: Iterable[T]) -> Iterator[T]:

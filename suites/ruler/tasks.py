@@ -6,10 +6,13 @@ scripts/eval/synthetic/constants.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-VERSION = 1  # of the prompts: raise it when any of them changes (the task YAML states it too)
+VERSION = 2  # of the prompts: raise it when any of them changes (the task YAML states it too)
+
+UPSTREAM = "NVIDIA/RULER at c3f5e3b"
+"""The repository and the commit (c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a, 2026-07-22) whose prompts version 2 has."""
 
 DEFAULT_CONTEXT, DEFAULT_LIMIT = 4096, 100
 """Tokens of a sample, and samples of a task, where a request states none."""
@@ -55,7 +58,7 @@ TRACKING = Wording(
     gap="\n",
     question="Question: Find all variables that are assigned the value {query} in the text above.",
     answer="Answer: According to the chain(s) of variable assignment in the text above, "
-    "{count} variables are assgined the value {query}, they are:",  # upstream's spelling
+    "{count} variables are assigned the value {query}, they are:",
 )
 COMMON_WORDS = Wording(
     before="Below is a numbered list of words. In these words, some appear more often than others. "
@@ -134,7 +137,7 @@ class FrequentWords:
     letters: int = 6
     answers: int = 3
     noise: str = "..."
-    context_per_word: int = 50  # the vocabulary has context / 50 words
+    tokens_per_word: int = 50  # the vocabulary has a word for each 50 tokens of the prompt
 
 
 @dataclass(frozen=True)
@@ -171,3 +174,28 @@ TASKS: dict[str, Task] = {
     "qa_1": Task(Questions("squad"), 32, "part"),
     "qa_2": Task(Questions("hotpotqa"), 32, "part"),
 }
+
+
+@dataclass(frozen=True)
+class Version:
+    """What differs between the versions of the generator; all else, the draws included, is the same in all of them.
+
+    name: in a result's data. tracking: the wording of vt. answer_counts: whether the length of which fwe's vocabulary
+    is a share has the answer's tokens in it.
+    """
+
+    name: str
+    tracking: Wording
+    answer_counts: bool
+
+
+VERSIONS: dict[str, Version] = {
+    "2": Version(f"generator version 2, {UPSTREAM}", TRACKING, answer_counts=False),
+    # Before upstream's corrections of 2025-05-13 (4a216f4, vt) and 2025-06-25 (9f1c84d, fwe).
+    "1": Version(
+        "generator version 1",
+        replace(TRACKING, answer=TRACKING.answer.replace("assigned", "assgined")),
+        answer_counts=True,
+    ),
+}
+"""By number, as `--suite-version` takes it; the first is the default."""

@@ -9,21 +9,22 @@ from random import Random
 
 from .fit import Draft, Meter, Prompt
 from .seeds import Draws, draws
-from .tasks import NOISE, TRACKING, Tracking
+from .tasks import NOISE, Tracking, Wording
 
 
 class TrackingTask:
     """Makes the drafts of vt. The example has as much noise as its token limit allows with this tokenizer."""
 
-    def __init__(self, settings: Tracking, meter: Meter, room: int):
+    def __init__(self, settings: Tracking, wording: Wording, meter: Meter, room: int):
         self.settings = settings
+        self.wording = wording
         self.room = room
         self.unit_tokens = meter.texts([f"{NOISE}\n"])[0]
         probe = draws("vt", 0, "example probe")
         names = _names(settings.example_name_letters, settings.hops + 1, probe("names"))
         span = range(settings.example_least_noise, settings.example_tokens // self.unit_tokens + 2)
-        counts = meter.texts([_ask(_text(names, "12345", n, probe), "12345", names).input for n in span])
-        prefix = meter.texts([f" {TRACKING.answer.format(count=len(names), query='12345')}"])[0]
+        counts = meter.texts([_ask(wording, _text(names, "12345", n, probe), "12345", names).input for n in span])
+        prefix = meter.texts([f" {wording.answer.format(count=len(names), query='12345')}"])[0]
         fitting = bisect_right(counts, settings.example_tokens - prefix)
         self.example_noise = span[0] + max(0, fitting - 1)
 
@@ -34,15 +35,25 @@ class TrackingTask:
         names = _names(settings.name_letters, settings.hops + 1, draws("names"))
         shown = _names(settings.example_name_letters, settings.hops + 1, draws("example names"))
         text = _text(shown, example_value, self.example_noise, lambda purpose: draws(f"example {purpose}"))
-        example = _ask(text, example_value, shown)
+        example = _ask(self.wording, text, example_value, shown)
         before = f"{example.input} {example.gen_prefix} {' '.join(shown)}\n\n"
-        return _Draft(before, names, value, self.unit_tokens, self.room, draws)
+        return _Draft(self.wording, before, names, value, self.unit_tokens, self.room, draws)
 
 
 class _Draft:
-    def __init__(self, before: str, names: list[str], value: str, unit_tokens: int, most: int, draws: Draws):
+    def __init__(
+        self,
+        wording: Wording,
+        before: str,
+        names: list[str],
+        value: str,
+        unit_tokens: int,
+        most: int,
+        draws: Draws,
+    ):
         self.least = len(names)
         self.most = most
+        self._wording = wording
         self._before = before
         self._names = names
         self._value = value
@@ -53,7 +64,7 @@ class _Draft:
         return units * self._unit_tokens
 
     def render(self, units: int) -> Prompt:
-        prompt = _ask(_text(self._names, self._value, units, self._draws), self._value, self._names)
+        prompt = _ask(self._wording, _text(self._names, self._value, units, self._draws), self._value, self._names)
         return Prompt(self._before + prompt.context, prompt.question, prompt.gen_prefix, prompt.outputs)
 
 
@@ -76,10 +87,10 @@ def _text(names: list[str], value: str, noise: int, draws: Draws) -> str:
     return "\n".join(lines)
 
 
-def _ask(text: str, value: str, names: list[str]) -> Prompt:
+def _ask(wording: Wording, text: str, value: str, names: list[str]) -> Prompt:
     return Prompt(
-        context=TRACKING.before + text + TRACKING.gap,
-        question=TRACKING.question.format(query=value),
-        gen_prefix=TRACKING.answer.format(count=len(names), query=value),
+        context=wording.before + text + wording.gap,
+        question=wording.question.format(query=value),
+        gen_prefix=wording.answer.format(count=len(names), query=value),
         outputs=tuple(names),
     )

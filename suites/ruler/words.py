@@ -131,9 +131,9 @@ def _numbered(common: Sequence[str], others: Sequence[str], often: int, seldom: 
 
 
 class FrequentWordsTask:
-    """Makes the drafts of fwe."""
+    """Makes the drafts of fwe. length: the tokens of which the vocabulary is a share."""
 
-    def __init__(self, settings: FrequentWords, meter: Meter, context: int, room: int):
+    def __init__(self, settings: FrequentWords, meter: Meter, length: int, room: int):
         from scipy.special import zeta
 
         self.settings = settings
@@ -145,7 +145,7 @@ class FrequentWordsTask:
         self.least = math.ceil(total / (last**-settings.alpha - other**-settings.alpha))
         # ranks whose share of a text of that many words is one word or more; the others are never seen
         seen, always_seen = (int((words / total) ** (1 / settings.alpha)) for words in (room, self.least))
-        vocabulary = max(always_seen, other, min(context // settings.context_per_word, seen))
+        vocabulary = max(always_seen, other, min(length // settings.tokens_per_word, seen))
         self.shares = [rank**-settings.alpha / total for rank in range(1, vocabulary + 1)]
 
     def draft(self, sample: int, draws: Draws) -> Draft:

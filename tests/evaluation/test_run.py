@@ -243,6 +243,18 @@ def test_another_batch_size_or_device_goes_on_with_a_warning(settings):
     assert any("device cpu, these with cuda: Imaginary" in sentence for sentence in watch.warnings)
 
 
+def test_what_a_suite_says_of_its_data_is_warned_of_and_written(settings, monkeypatch):
+    suite = registry.load_suite("toy")
+    sentence = "2 of the 6 documents of toys are missing."
+    half = dataclasses.replace(
+        suite, prepare=lambda request: dataclasses.replace(suite.prepare(request), warnings=(sentence,))
+    )
+    monkeypatch.setattr(registry, "load_suite", lambda name: half)
+    outcome, watch, _ = go(settings)
+    assert sentence in watch.warnings
+    assert sentence in outcome.summary["warnings"]
+
+
 def test_b4_shortened_answers_are_warned_of_and_written(settings):
     outcome, watch, _ = go(dataclasses.replace(settings, max_new_tokens="5"))
     assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)

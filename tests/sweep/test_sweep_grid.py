@@ -128,6 +128,10 @@ def test_the_command_line_goes_before_the_file(write):
         ("overrides: h2o", "are a list"),
         ("overrides: [{policy: h2o}]", "changes nothing"),
         ("overrides: [{polcy: h2o, limit: 3}]", "did you mean policy"),
+        ("limit: 3\npolicies: h2o\nlimit: 5", r"line 3: the key limit is given twice \(first in line 1\)\.$"),
+        ("data-dir: a\ndata_dir: b", "The word data_dir in .* is given twice, once with - and once with _"),
+        ("overrides: [{policy: h2o, limit: 3, limit: 5}]", "line 1: the key limit is given twice"),
+        ("overrides: [{policy: h2o, policies: tova, limit: 5}]", "The word policy of an override .* is given twice"),
     ],
 )
 def test_what_a_file_cannot_say(write, text, sentence):

@@ -55,6 +55,21 @@ def test_every_spelling_of_the_hub_is_read(folder):
     assert all(value.startswith("sha256:") for value in prepared.data.values())
 
 
+@pytest.mark.parametrize(("limit", "warned"), [(None, True), (15, False), (20, True)])
+def test_half_a_year_is_warned_of(tmp_path, limit, warned):
+    write(tmp_path / "test2025-I.jsonl", *[{"problem": f"{n}?", "answer": n} for n in range(15)])
+    prepared = SUITE.prepare(request(tmp_path, tasks=("aime25",), limit=limit))
+    sentence = "15 of the 30 documents of AIME 2025 are missing: test2025-I.jsonl has 15, and the score is over those."
+    assert prepared.warnings == ((sentence,) if warned else ())
+
+
+@pytest.mark.parametrize("answer", [False, [1], {"value": 1}])
+def test_an_answer_that_is_no_text_and_no_number_is_refused(tmp_path, answer):
+    write(tmp_path / "aime25.jsonl", {"problem": "1?", "answer": answer})
+    with pytest.raises(UserError, match=r"aime25\.jsonl: record 1: the field answer holds"):
+        SUITE.prepare(request(tmp_path, tasks=("aime25",)))
+
+
 def test_parquet_as_the_hub_keeps_it(tmp_path):
     import pyarrow
     import pyarrow.parquet

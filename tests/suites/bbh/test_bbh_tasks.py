@@ -137,6 +137,12 @@ def test_every_target_is_graded_right(prepare):
             assert grade.direct(doc, [f" {target}"])["score"] == 1.0
 
 
+def test_a_target_that_is_no_answer_is_refused(prepare, tmp_path):
+    (tmp_path / "navigate.json").write_text('{"examples": [{"input": "Turn.", "target": [1]}]}')
+    with pytest.raises(UserError, match=r"navigate\.json: the target of record 1, \[1\], is no answer of navigate"):
+        prepare("bbh_navigate", data_dir=tmp_path)
+
+
 def test_what_is_missing_is_skipped_unless_asked_for(prepare, tmp_path):
     prepared = prepare()
     assert prepared.tasks == ("bbh_boolean_expressions", "bbh_object_counting", "bbh_snarks")

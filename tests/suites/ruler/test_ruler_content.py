@@ -123,9 +123,9 @@ def test_variables_form_one_chain_after_a_worked_example(documents, tokenizer):
         assert lines[0] == f"VAR {names[0]} = {value}"
         assert lines[1:] == [f"VAR {new} = VAR {old} " for old, new in pairwise(names)]
         assert set(text.split("\n")[2:-1]) == {NOISE, *lines}
-        assert doc["gen_prefix"].endswith(f"5 variables are assgined the value {value}, they are:")
+        assert doc["gen_prefix"].endswith(f"5 variables are assigned the value {value}, they are:")
 
-        shown = re.search(r"5 variables are assgined the value (\d{5}), they are: ([A-Z ]+)$", example)
+        shown = re.search(r"5 variables are assigned the value (\d{5}), they are: ([A-Z ]+)$", example)
         assert shown[1] != value
         assert re.findall(r"VAR ([A-Z]{3}) =", example) == shown[2].split()
         assert not any(name in example for name in names)
