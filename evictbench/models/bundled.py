@@ -85,6 +85,21 @@ def is_converted() -> bool:
         return False
 
 
+def check_content(folder: Path) -> None:
+    """Raise UserError where a file of the converted folder is another than was written: results are put down to the
+    pinned file. Folders of earlier versions do not say what was written."""
+    import json
+
+    from evictbench.models.file_hashes import remembered_sha256
+
+    written = json.loads((folder / _MANIFEST).read_text()).get("sha256", {})
+    changed = [name for name, sha256 in written.items() if remembered_sha256(folder / name) != sha256]
+    if changed:
+        raise UserError(
+            f"{folder / changed[0]} was changed since evictbench wrote it: remove {folder}, and it is made again."
+        )
+
+
 def find_gguf() -> Path | None:
     """The GGUF file of the installed package; None where the package is absent. The package is not imported, since that
     would need a C++ runtime that is not used here."""
@@ -155,6 +170,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
+    from evictbench.store.files import file_sha256
+
     reader = GGUFReader(gguf_file)
     field = {name: entry.contents() for name, entry in reader.fields.items() if not name.startswith("GGUF.")}
     if (field["general.architecture"], field["tokenizer.ggml.pre"]) != ("llama", "smollm"):
@@ -176,8 +193,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
     }
     for name, content in written.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    manifest = {"conversion": CONVERSION_VERSION, "gguf_sha256": GGUF_SHA256, "sizes": sizes}
+    files = sorted(folder.iterdir())
+    manifest = {
+        "conversion": CONVERSION_VERSION,
+        "gguf_sha256": GGUF_SHA256,
+        "sizes": {file.name: file.stat().st_size for file in files},
+        "sha256": {file.name: file_sha256(file) for file in files},
+    }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 

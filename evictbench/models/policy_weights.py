@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models.loaded_weights import check_finite
 from evictbench.models.model_card import markdown
+from evictbench.models.model_files import check_inside
+from evictbench.models.safetensors_files import read_header
 from evictbench.policy.step import ModelShape
 from evictbench.store.files import file_sha256, write_json
 
@@ -78,12 +82,20 @@ class ForeignFormat(Protocol):
 
 
 def find(
-    policy: BasePolicy, where: str | None, model: str, model_sha256: Callable[[], str], shape: ModelShape
+    policy: BasePolicy,
+    where: str | None,
+    model: str,
+    model_sha256: Callable[[], str],
+    shape: ModelShape,
+    *,
+    label: str | None = None,
+    model_argument: str | None = None,
 ) -> Weights:
     """The weights of a policy for a model: those at `where` (a folder or a hub id), else those that come with it.
 
     model: the model's name in results. model_sha256: returns its `load.weights_hash`; it is asked only where trained
-    weights are for a model of this shape. Raises UserError where there are no weights, or they are broken, another
+    weights are for a model of this shape. label, model_argument: what `--policy` and `--model` were, for the command
+    that trains weights. Raises UserError where there are no weights, or they are broken, another
     policy's or variant's, or another model's.
     """
     if where is not None:
@@ -98,7 +110,8 @@ def find(
         suffix = f" (variant {variant})" if variant else ""
         raise UserError(
             f"{policy.name} is learned, and no weights for {model}{suffix} come with evictbench: train them "
-            f"(evictbench train --policy {policy.name} --model {model} --data ... --out FOLDER), or name some with "
+            f"(evictbench train --policy {shlex.quote(label or policy.name)} --model "
+            f"{shlex.quote(model_argument or model)} --data ... --out FOLDER), or name some with "
             "--weights."
         )
     return _fitting(_read(chosen, f"bundled {chosen.name}"), policy, model, model_sha256, shape)
@@ -192,10 +205,13 @@ def _read(folder: Path, origin: str) -> Weights:
     file = folder / TENSORS
     if not file.is_file():
         raise UserError(f"The weights {origin} lack {TENSORS}.")
+    check_inside(folder, [CONFIG, TENSORS], "the folder of weights")
+    read_header(file)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {origin} cannot be read: {TENSORS} is damaged or cut short.") from error
+    _check_numbers(tensors, origin)
     whole = hashlib.sha256()
     for name in (CONFIG, TENSORS):
         whole.update(f"{name} {file_sha256(folder / name)}\n".encode())
@@ -209,8 +225,19 @@ def _read_any(folder: Path, origin: str, foreign: ForeignFormat | None, shape: M
     file = next((folder / name for name in foreign.files if (folder / name).is_file()), None)
     if file is None:
         return _read(folder, origin)
+    check_inside(folder, [file.name], "the folder of weights")
     tensors, card = foreign.read(file, origin, shape)
+    _check_numbers(tensors, origin)
     return Weights(tensors, card, origin, file_sha256(file))
+
+
+def _check_numbers(tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Raise UserError for a tensor of integers, which no training makes, and for one that is not finite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"The weights {origin} are not those of a training: {name} holds {dtype} numbers.")
+    check_finite(tensors.items(), f"The weights {origin}")
 
 
 def _card(folder: Path) -> dict[str, Any]:

@@ -59,13 +59,15 @@ def ready_policy(
     model_sha256: Callable[[], str] = lambda: "",
     weights: str | Weights | None = None,
     stated_length: int | None = None,
+    model_argument: str | None = None,
 ) -> ReadyPolicy:
     """Make a policy ready for the model that has this config.
 
     policy: as `--policy` takes it ("h2o:group=max", "file.py:Class"), or parsed, or an object. model: the model's name
     in results. model_sha256: returns the hash of the model's weights (`load.weights_hash`); it is called only to tell
     which trained weights belong to the model. weights: a folder, a hub id, or weights that are loaded; None: those that
-    come with the policy, unless the object has some already. stated_length: as of `PagedPolicy`.
+    come with the policy, unless the object has some already. stated_length: as of `PagedPolicy`. model_argument: what
+    `--model` takes to mean this model, where that is not its name in results.
     Raises UserError for a policy or weights that do not exist or do not fit.
     """
     if isinstance(policy, str):
@@ -84,7 +86,9 @@ def ready_policy(
     if weights is None and policy.has_weights:
         return ReadyPolicy(policy, label, shape, model, None)
     if not isinstance(weights, Weights):
-        weights = policy_weights.find(policy, weights, model, model_sha256, shape)
+        weights = policy_weights.find(
+            policy, weights, model, model_sha256, shape, label=label, model_argument=model_argument
+        )
     learned: Any = policy
     learned.use(weights, shape)
     return ReadyPolicy(policy, label, shape, model, weights)
