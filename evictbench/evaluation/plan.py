@@ -104,7 +104,8 @@ def make_plan(
     tokenizer = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
     load.check_vocabulary(tokenizer, config, model)
     chat, own_chat = _chat(settings, checked, tokenizer, model)
-    thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
+    with thinking.template_errors(model):
+        thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     if checked.chosen.policy.learned:
         phase("identifying the weights")
     ready = ready_policy(
@@ -131,7 +132,8 @@ def make_plan(
         prompts.make(loaded)
         return prepared, loaded, prompts
 
-    prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
+    with thinking.template_errors(model):
+        prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
     ready.check_budget(checked.budget, *(planned.compressible for planned in prompts.planned))
     load.check_ids((planned.prompt.ids for planned in prompts.planned), config, model)
 

@@ -163,9 +163,10 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the prompt's text."""
-        if self._thinking is None:
-            self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
-        return render_chat(self.tokenizer, chat_history, add_generation_prompt)
+        with thinking.template_errors(self.source.name):
+            if self._thinking is None:
+                self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
+            return render_chat(self.tokenizer, chat_history, add_generation_prompt)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use lm-eval's response cache (--use_cache) if its answers come from this model, policy and budget.
