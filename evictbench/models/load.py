@@ -136,6 +136,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     folder = _folder(source, trust_remote_code)
+    model_files.small_files(folder)  # each has to lie inside the folder
     check_config_files(folder)
     config: PretrainedConfig = _from_pretrained(
         AutoConfig, source, folder, trust_remote_code, what=f"{model_files.CONFIG} of"

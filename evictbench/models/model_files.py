@@ -24,8 +24,9 @@ CONFIGS = (CONFIG, "generation_config.json")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "vocab-src.json", "entity_vocab.json", "dict.txt", "bpe.codes"),
-    *("emoji.json", "byte_maps.json", "prophetnet.tokenizer", "source.spm", "tekken*.json", "*.model", "*.tiktoken"),
-    "tokenizer.model*",
+    *("vocab-tgt.json", "target_vocab.json", "normalizer.json", "word_shape.json", "word_pronunciation.json"),
+    *("emoji.json", "byte_maps.json", "prophetnet.tokenizer", "tekken*.json", "tokenizer.model*"),
+    *("*.model", "*.spm", "*.tiktoken"),
 )
 """Names and patterns of what a tokenizer of transformers may read, in the model's folder itself."""
 

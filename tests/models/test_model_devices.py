@@ -52,7 +52,9 @@ def test_weight_bytes_are_counted_from_the_files(tmp_path, tiny_llama, dtype, si
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     files = sorted(Path(tmp_path).glob("*.safetensors"))
     assert len(files) > 1
-    assert devices.weight_bytes(read_headers(files).values(), model.config, dtype) == size * sum(p.numel() for p in model.parameters())
+    assert devices.weight_bytes(read_headers(files).values(), model.config, dtype) == size * sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
