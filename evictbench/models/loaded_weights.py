@@ -80,7 +80,8 @@ def check_finite(
     import torch
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    named = [(name, tensor) for name, tensor in tensors if tensor.dtype in dtypes and tensor.numel()]
+    plain = (torch.Tensor, torch.nn.Parameter)  # those of quantised layers have classes of their own
+    named = [(name, it) for name, it in tensors if type(it) in plain and it.dtype in dtypes and it.numel()]
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
         if tensor.device.type != "meta":
@@ -104,10 +105,15 @@ def _refuse_own(model: PreTrainedModel, unused: Collection[str], name: str) -> N
     text: Any = model.config.get_text_config(decoder=True)
     layers = getattr(text, "num_hidden_layers", None)
     ahead = getattr(text, "num_nextn_predict_layers", None) or getattr(text, "mtp_num_hidden_layers", None) or 0
-    modules = {module for module, _ in model.named_modules()}
+    modules = dict(model.named_modules())
     for tensor in unused:
         parent, _, leaf = tensor.rpartition(".")
-        if leaf in ("weight", "bias") and parent in modules:
+        module = modules.get(parent)
+        if (
+            leaf in ("weight", "bias")
+            and hasattr(module, leaf)
+            and leaf not in dict(module.named_buffers(recurse=False))
+        ):
             raise UserError(
                 f"The weights of {name} do not fit its config.json: they have {tensor}, and the config makes a model "
                 "without it."

@@ -88,13 +88,13 @@ def find(
     model_sha256: Callable[[], str],
     shape: ModelShape,
     *,
-    label: str | None = None,
+    policy_argument: str | None = None,
     model_argument: str | None = None,
 ) -> Weights:
     """The weights of a policy for a model: those at `where` (a folder or a hub id), else those that come with it.
 
     model: the model's name in results. model_sha256: returns its `load.weights_hash`; it is asked only where trained
-    weights are for a model of this shape. label, model_argument: what `--policy` and `--model` were, for the command
+    weights are for a model of this shape. policy_argument, model_argument: what `--policy` and `--model` were, for the command
     that trains weights. Raises UserError where there are no weights, or they are broken, another
     policy's or variant's, or another model's.
     """
@@ -110,7 +110,7 @@ def find(
         suffix = f" (variant {variant})" if variant else ""
         raise UserError(
             f"{policy.name} is learned, and no weights for {model}{suffix} come with evictbench: train them "
-            f"(evictbench train --policy {shlex.quote(label or policy.name)} --model "
+            f"(evictbench train --policy {shlex.quote(policy_argument or policy.name)} --model "
             f"{shlex.quote(model_argument or model)} --data ... --out FOLDER), or name some with "
             "--weights."
         )

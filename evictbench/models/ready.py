@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,9 +73,9 @@ def ready_policy(
     """
     if isinstance(policy, str):
         policy = registry.parse_policy(policy)
-    label = policy.name
+    label = argument = policy.name
     if isinstance(policy, registry.ChosenPolicy):
-        label, policy = policy.label, policy.policy(policy.config)
+        label, argument, policy = policy.label, _argument(policy), policy.policy(policy.config)
     if isinstance(policy, PagedPolicy):
         policy.fit(config)
         policy.stated_length = stated_length
@@ -87,8 +88,15 @@ def ready_policy(
         return ReadyPolicy(policy, label, shape, model, None)
     if not isinstance(weights, Weights):
         weights = policy_weights.find(
-            policy, weights, model, model_sha256, shape, label=label, model_argument=model_argument
+            policy, weights, model, model_sha256, shape, policy_argument=argument, model_argument=model_argument
         )
     learned: Any = policy
     learned.use(weights, shape)
     return ReadyPolicy(policy, label, shape, model, weights)
+
+
+def _argument(chosen: ChosenPolicy) -> str:
+    """What `--policy` takes to mean this policy."""
+    if chosen.source is None:
+        return chosen.label
+    return f"{inspect.getfile(chosen.policy)}:{chosen.policy.__name__}{chosen.label.removeprefix(chosen.name)}"
