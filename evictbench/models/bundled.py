@@ -11,11 +11,11 @@ name from here.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.models.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,16 +56,6 @@ _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding
 
 _CONTROL_TOKEN = 3
 """GGUF's type of a special token."""
-
-
-def cache_folder() -> Path:
-    """The folder of what evictbench can make again: $EVICTBENCH_CACHE, or one in the user's cache folder."""
-    folder = os.environ.get("EVICTBENCH_CACHE")
-    if folder:
-        return Path(folder).expanduser().absolute()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("evictbench", appauthor=False)
 
 
 def converted_folder() -> Path:

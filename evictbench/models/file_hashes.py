@@ -7,6 +7,7 @@ import hashlib
 import re
 from pathlib import Path
 
+from evictbench.models.cache_folder import cache_folder
 from evictbench.store.files import file_sha256
 
 _remembered: dict[str, str] = {}
@@ -18,8 +19,6 @@ def remembered_sha256(file: Path) -> str:
     It is remembered in this process and in the cache folder, under the file's place, size, and times of change. A cache
     folder that cannot be read or written is done without.
     """
-    from evictbench.models.bundled import cache_folder
-
     key = _state(file)
     if key in _remembered:
         return _remembered[key]

@@ -109,11 +109,8 @@ def _refuse_own(model: PreTrainedModel, unused: Collection[str], name: str) -> N
     for tensor in unused:
         parent, _, leaf = tensor.rpartition(".")
         module = modules.get(parent)
-        if (
-            leaf in ("weight", "bias")
-            and hasattr(module, leaf)
-            and leaf not in dict(module.named_buffers(recurse=False))
-        ):
+        buffers = {} if module is None else dict(module.named_buffers(recurse=False))
+        if leaf in ("weight", "bias") and hasattr(module, leaf) and leaf not in buffers:
             raise UserError(
                 f"The weights of {name} do not fit its config.json: they have {tensor}, and the config makes a model "
                 "without it."

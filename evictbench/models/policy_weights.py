@@ -94,9 +94,9 @@ def find(
     """The weights of a policy for a model: those at `where` (a folder or a hub id), else those that come with it.
 
     model: the model's name in results. model_sha256: returns its `load.weights_hash`; it is asked only where trained
-    weights are for a model of this shape. policy_argument, model_argument: what `--policy` and `--model` were, for the command
-    that trains weights. Raises UserError where there are no weights, or they are broken, another
-    policy's or variant's, or another model's.
+    weights are for a model of this shape. policy_argument, model_argument: what `--policy` and `--model` take to mean
+    these two, for the command that trains weights. Raises UserError where there are no weights, or they are broken,
+    another policy's or variant's, or another model's.
     """
     if where is not None:
         return _fitting(load(where, policy, shape), policy, model, model_sha256, shape)

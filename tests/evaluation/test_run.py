@@ -218,7 +218,7 @@ def test_logits_that_are_not_finite_name_the_sample_and_keep_the_finished(settin
     assert "(toy_pairs, sample 1, repeat 0)" in sentence
     assert "3 finished samples are in" in sentence
     assert "\n" not in sentence
-    outcome, watch, _ = go(settings)
+    _, watch, _ = go(settings)
     assert watch.finished == 3
 
 
