@@ -86,6 +86,9 @@ MODELS = (
 )
 """Models to start with. Any other that `check_supported` accepts can be used too, by hub id or by folder."""
 
+_LARGE = 500_000
+"""Bytes of a JSON file that takes a noticeable time to read."""
+
 _unused: dict[Source, UnusedTensors | None] = {}
 
 
@@ -162,10 +165,16 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
     from transformers import AutoTokenizer
 
     folder = _folder(source, trust_remote_code)
-    model_files.check_objects(folder, model_files.small_files(folder))
-    tokenizer: PreTrainedTokenizerBase = _from_pretrained(
-        AutoTokenizer, source, folder, trust_remote_code, what="tokenizer of"
-    )
+    names = model_files.small_files(folder)
+    # A large vocabulary takes long to read twice: whether it is damaged is asked where it could not be used.
+    model_files.check_objects(folder, [name for name in names if (folder / name).stat().st_size < _LARGE])
+    try:
+        tokenizer: PreTrainedTokenizerBase = _from_pretrained(
+            AutoTokenizer, source, folder, trust_remote_code, what="tokenizer of"
+        )
+    except UserError:
+        model_files.check_objects(folder, names)
+        raise
     return tokenizer
 
 

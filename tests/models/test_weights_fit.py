@@ -95,6 +95,10 @@ BROKEN = {
     "tokenizer torn": (text("tokenizer.json", "{"), "tokenizer", "tokenizer.json is no JSON file"),
     "tokenizer a list": (text("tokenizer.json", "[]"), "tokenizer", "tokenizer.json holds a list"),
     "tokenizer a pointer": (text("tokenizer.json", LFS_POINTER), "tokenizer", "tokenizer.json is a Git LFS pointer"),
+    "large tokenizer torn": (
+        text("tokenizer.json", '{"version": "1.0", "x": "' + "x" * 600_000),
+        *("tokenizer", "tokenizer.json is no JSON file"),
+    ),
     "tokenizer of nothing": (text("tokenizer.json", "{}"), "tokenizer", "The tokenizer of"),
     "tokenizer config a list": (text("tokenizer_config.json", "[]"), "config", "tokenizer_config.json holds a list"),
     "tokenizer too large": (lambda folder: make_tokenizer(folder, 500), "tokenizer", "has 500 tokens, and the model's"),
