@@ -183,8 +183,8 @@ def _not_finite(plan: RunPlan, folder: run_folder.RunFolder) -> Iterator[None]:
         task, doc_id, repeat = key if isinstance(key, tuple) else ("", key, 0)
         raise RunFailed(
             f"{plan.model} under {plan.checked.chosen.label} gave logits that are not finite, NaN or infinite, after "
-            f"{error.tokens} tokens of an answer ({task}, sample {doc_id}, repeat {repeat}): the weights, {plan.dtype} "
-            "(try a wider --dtype) or the policy is at fault, and that sample is not kept. "
+            f"{error.tokens} tokens of an answer ({task}, sample {doc_id}, repeat {repeat}): the weights, the dtype "
+            f"({plan.dtype}) or the policy is at fault, and that sample is not kept. "
             f"{len(folder.samples)} finished samples are in {folder.path}."
         ) from error
 

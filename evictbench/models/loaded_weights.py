@@ -33,8 +33,8 @@ class UnusedTensors:
         """For the user."""
         more = ", ..." if self.count > len(self.first) else ""
         return (
-            f"{self.count} tensors in the model's files have no place in it and are not used: {', '.join(self.first)}"
-            f"{more}."
+            f"The model has no place for {self.count} of the tensors in its files and runs without them: "
+            f"{', '.join(self.first)}{more}."
         )
 
     @property
@@ -94,8 +94,8 @@ def check_finite(
         if bad:
             dtype = str(dict(named)[bad[0]].dtype).removeprefix("torch.")
             raise UserError(
-                f"{subject} are not finite in {dtype}: {len(bad)} tensors hold NaN or infinite numbers, {bad[0]}"
-                f"{_in_file(stored or {}, bad[0])} first."
+                f"{subject} are not finite in {dtype}: NaN or infinite numbers in {len(bad)} of {len(named)} tensors, "
+                f"{bad[0]}{_in_file(stored or {}, bad[0])} first."
             )
 
 

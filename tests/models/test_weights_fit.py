@@ -120,7 +120,7 @@ BROKEN = {
     "not a number": (
         added(NORM, 64, value=float("nan")),
         "weights",
-        "are not finite in float32: 1 tensors hold NaN or",
+        "are not finite in float32: NaN or infinite numbers in 1 of",
     ),
     "infinite": (added(NORM, 64, value=float("-inf")), "weights", f"{NORM} in model.safetensors first"),
     "too large for float16": (
@@ -180,7 +180,7 @@ def test_tensors_without_a_place_are_recorded_by_name(whole, tmp_path, change, w
     assert (unused and (unused.count, unused.first)) == wanted
     if unused is not None:
         assert unused.record == {"count": wanted[0], "first": list(wanted[1])}
-        assert unused.sentence.startswith(f"{wanted[0]} tensors in the model's files have no place in it")
+        assert unused.sentence.startswith(f"The model has no place for {wanted[0]} of the tensors in its files")
 
 
 def test_the_dtype_is_the_one_that_is_named_even_where_the_config_names_none(whole, tmp_path):
@@ -211,5 +211,7 @@ def test_finite_means_every_entry_and_sums_that_overflow_do_not_count(dtype):
     for value in (float("nan"), float("inf"), -float("inf")):
         damaged = largest.clone()
         damaged[217] = value
-        with pytest.raises(UserError, match=rf"^These are not finite in {dtype}: 1 tensors hold .*, b first\.$"):
+        with pytest.raises(
+            UserError, match=rf"^These are not finite in {dtype}: NaN or infinite numbers in 1 of 2 tensors, b first\.$"
+        ):
             check_finite([*fine, ("b", damaged)], "These")
