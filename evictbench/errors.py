@@ -16,6 +16,18 @@ class RunFailed(Exception):
     stderr and exits with code 1, without a traceback."""
 
 
+class NotFinite(RunFailed):
+    """The model gave logits that are NaN or infinite. key: of the sample, as its request has it. tokens: how many of
+    the answer there were before."""
+
+    def __init__(self, key: object, tokens: int) -> None:
+        super().__init__(
+            f"The model gave logits that are not finite, NaN or infinite, for sample {key} after {tokens} tokens."
+        )
+        self.key = key
+        self.tokens = tokens
+
+
 def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> UserError:
     """The error for a name that does not exist; its sentence offers near matches, or all known names.
 

@@ -11,6 +11,9 @@ from evictbench.errors import UserError, first_line
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Patterns of the files that a config and a tokenizer may need. Weights are fetched apart, by name."""
 
+TEMPLATE_FOLDER = "additional_chat_templates"
+"""The folder of chat templates beside the default one, as transformers names it."""
+
 
 def offline() -> bool:
     """Whether HF_HUB_OFFLINE switches the hub off."""
@@ -60,7 +63,10 @@ def snapshot(
         reason = why_unreachable()
         if reason is None:
             patterns = [*SMALL_FILES, "*.py"] if remote_code else SMALL_FILES
-            return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]))
+            folder = snapshot_download(repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+            commit = Path(folder).name
+            snapshot_download(repo, revision=commit, allow_patterns=[f"{TEMPLATE_FOLDER}/*.jinja"])
+            return Path(folder)
         files = (try_to_load_from_cache(repo, name, revision=revision) for name in known_by)
         cached = next((file for file in files if isinstance(file, str)), None)
     except errors.HFValidationError as error:

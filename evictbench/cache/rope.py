@@ -59,7 +59,14 @@ def inverse_frequencies(model: PreTrainedModel, policy: str) -> Tensor:
     owners = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
     apply = getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
     if len(owners) != 1 or apply is None:
-        raise UserError(f"{policy} needs one rotary embedding, and this model has {len(owners)}; {ADVICE}")
+        how = (
+            "does not tell positions by rotating keys (it has no rotary embedding)"
+            if not owners
+            else f"rotates keys by {len(owners)} embeddings, and not by one that all layers share"
+            if len(owners) > 1
+            else "rotates keys in a way of its own"
+        )
+        raise UserError(f"{policy} turns kept keys to new positions, and {type(model).__name__} {how}; {ADVICE}")
     inv_freq = owners[0].inv_freq
     assert isinstance(inv_freq, Tensor)
     _check_convention(apply, inv_freq, model, policy)

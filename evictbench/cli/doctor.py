@@ -14,6 +14,7 @@ from typing import Literal
 from evictbench import hub, registry
 from evictbench.errors import UserError
 from evictbench.models import bundled
+from evictbench.models.cache_folder import cache_folder
 
 Status = Literal["ok", "warn", "missing"]
 
@@ -113,7 +114,7 @@ def _hub() -> Check:
 
 
 def _cache() -> Check:
-    return _writable("cache", bundled.cache_folder(), "Set EVICTBENCH_CACHE to a folder that can be written.")
+    return _writable("cache", cache_folder(), "Set EVICTBENCH_CACHE to a folder that can be written.")
 
 
 def _results() -> Check:

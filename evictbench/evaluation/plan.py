@@ -102,18 +102,20 @@ def make_plan(
     code = settings.trust_remote_code
     config = _once(shared, ("config", source, code), lambda: load.load_config(source, code))
     tokenizer = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
+    load.check_vocabulary(tokenizer, config, model)
     chat, own_chat = _chat(settings, checked, tokenizer, model)
-    thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
+    with thinking.template_errors(model):
+        thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
     if checked.chosen.policy.learned:
         phase("identifying the weights")
     ready = ready_policy(
         checked.chosen,
         config,
         model=model,
-        model_named=source.name,
-        model_sha256=lambda: load.weights_hash(source),
+        model_sha256=lambda: load.weights_hash(source, code),
         weights=settings.weights,
         stated_length=checked.suite.stated_length or checked.context,
+        model_argument=settings.model,
     )
     ready.check_budget(checked.budget)
     window = load.context_window(config)
@@ -130,8 +132,10 @@ def make_plan(
         prompts.make(loaded)
         return prepared, loaded, prompts
 
-    prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
+    with thinking.template_errors(model):
+        prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
     ready.check_budget(checked.budget, *(planned.compressible for planned in prompts.planned))
+    load.check_ids((planned.prompt.ids for planned in prompts.planned), config, model)
 
     phase("identifying the weights")
     dtype = load.resolve_dtype(config, settings.dtype)
@@ -149,7 +153,7 @@ def make_plan(
         suite_tasks={name: tasks.version_of(task) for name, task in loaded.items()},
         data=prepared.data,
         model=model,
-        model_weights=load.weights_hash(source),
+        model_weights=load.weights_hash(source, code),
         dtype=dtype,
         chat=chat,
         thoughts=thoughts.on,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from evictbench.errors import RunFailed, UserError
+from evictbench.errors import NotFinite, RunFailed, UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.plan import RunPlan, make_plan
 from evictbench.evaluation.prompts import PlannedSample
 from evictbench.evaluation.settings import RunSettings
 from evictbench.evaluation.thinking import Answer, strip_thought
 from evictbench.models import load, machine
+from evictbench.models.loaded_weights import UnusedTensors
 from evictbench.policy.ragged import PagedPolicy
 from evictbench.store import run_folder
 from evictbench.store.summary import repeats_itself, summarise
@@ -103,9 +104,12 @@ def run_plan(
 
 
 def load_model(plan: RunPlan) -> PreTrainedModel:
-    """Load the model of a plan."""
+    """Load the model of a plan. Raises UserError where its files are no longer those that were planned with."""
     settings = plan.settings
-    return load.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+    model = load.load_model(plan.source, settings.device, plan.dtype, settings.trust_remote_code)
+    if load.weights_hash(plan.source, settings.trust_remote_code) != plan.fingerprint["weights"]:
+        raise UserError(f"The files of {plan.model} were changed since this run was planned: start it again.")
+    return model
 
 
 def load_generator(plan: RunPlan, load: Callable[[RunPlan], PreTrainedModel] = load_model) -> tuple[TextGenerator, str]:
@@ -141,26 +145,48 @@ def _generate(
 ) -> None:
     watcher.phase("loading the weights")
     generator, device = make_generator(plan)
-    session = {
+    unused = load.unused_tensors(plan.source)
+    session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.versions(),
         "commit": machine.commit(),
         "device": device,
         "batch_size": plan.settings.batch_size,
     }
+    if unused is not None:
+        session["unused_weights"] = unused.record
+        watcher.warn(unused.sentence)
     for sentence in folder.start_session(session):
         watcher.warn(sentence)
     asked = {planned.key for planned in plan.prompts}
     finished = [line for key, line in folder.samples.items() if key in asked]
     watcher.start(finished, len(plan.prompts))
     by_key = {planned.key: planned for planned in todo}
-    with closing(_completions(plan, generator, todo)) as completions:
+    with closing(_completions(plan, generator, todo)) as completions, _not_finite(plan, folder):
         for completion in completions:
             planned = by_key[_key(completion)]
             _check_occupancy(plan, folder, planned, completion)
             line = _line(plan, planned, completion)
             folder.append(line)
             watcher.sample(line)
+
+
+@contextmanager
+def _not_finite(plan: RunPlan, folder: run_folder.RunFolder) -> Iterator[None]:
+    """Name the sample whose logits are not finite, and what is kept."""
+    try:
+        yield
+    except NotFinite as error:
+        key = error.key
+        if isinstance(key, tuple) and isinstance(key[0], tuple):  # one of several choices of a sample
+            key = key[0]
+        task, doc_id, repeat = key if isinstance(key, tuple) else ("", key, 0)
+        raise RunFailed(
+            f"{plan.model} under {plan.checked.chosen.label} gave logits that are not finite, NaN or infinite, after "
+            f"{error.tokens} tokens of an answer ({task}, sample {doc_id}, repeat {repeat}): the weights, the dtype "
+            f"({plan.dtype}) or the policy is at fault, and that sample is not kept. "
+            f"{len(folder.samples)} finished samples are in {folder.path}."
+        ) from error
 
 
 def _completions(
@@ -294,6 +320,12 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         )
 
 
+def _unused_weights(folder: run_folder.RunFolder) -> list[str]:
+    """What the folder's sessions say about tensors that the model had no place for."""
+    records = [session["unused_weights"] for session in folder.run["sessions"] if "unused_weights" in session]
+    return list(dict.fromkeys(UnusedTensors(record["count"], tuple(record["first"])).sentence for record in records))
+
+
 def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
     return {
         "fingerprint": folder.run["fingerprint"],
@@ -303,7 +335,7 @@ def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
         "answers_cut": dict(plan.answers_cut),
         "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
         "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
-        "warnings": list(_warnings(plan)),
+        "warnings": [*_warnings(plan), *_unused_weights(folder)],
         # Read from the disk: Ctrl-C may come between writing a sample's line and counting it.
         **summarise(run_folder.read_samples(folder.path).values(), plan.asked, plan.settings.at),
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,17 @@ class Answer:
 
     text: str
     thought: Literal["none", "closed", "unclosed"]
+
+
+@contextmanager
+def template_errors(model: str) -> Iterator[None]:
+    """Inside, what a chat template raises is a UserError. model: its name, for the sentence."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise UserError(f"The chat template of {model} cannot be rendered: {one_line(error)}") from error
 
 
 def strip_thought(text: str, opened: bool) -> Answer:

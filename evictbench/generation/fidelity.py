@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from evictbench.cache.base import KVCache
-from evictbench.errors import UserError
+from evictbench.errors import NotFinite, UserError
 from evictbench.generation.batching import continuous_batching
 from evictbench.generation.dense_run import Everything
 from evictbench.generation.generator import Completion
@@ -210,6 +210,8 @@ class Comparison:
             logits = self.runner.forward(cache, tokens, starts)
         following = [row.item.continuation[len(row.divergence)] for row in rows]
         for row, values in zip(rows, divergence(logits[:, 0], logits[:, 1], following), strict=True):
+            if not all(map(math.isfinite, values)):
+                raise NotFinite(row.item.key, len(row.divergence))
             row.divergence.append(values)
 
     def finish(self, row: _Row, cache: KVCache | None, index: int) -> Measured:

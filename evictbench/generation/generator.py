@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
+from evictbench.errors import NotFinite, UserError
 from evictbench.generation.batching import continuous_batching
 from evictbench.generation.runner import Costs, ModelRunner
-from evictbench.generation.sampling import choose, uniform
+from evictbench.generation.sampling import NO_TOKEN, choose, uniform
 from evictbench.suite.spec import GREEDY, Sampling
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class Generator:
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
     seed: of all random numbers.
-    Nothing lives between two calls of `run`. Raises UserError for an impossible budget.
+    Nothing lives between two calls of `run`. Raises UserError for an impossible budget; `run` raises NotFinite for a
+    model or a policy that makes logits NaN.
     """
 
     def __init__(
@@ -154,7 +155,9 @@ class Generator:
         return choose(logits, [row.item.sampling for row in rows], numbers)
 
     def _take(self, row: _Row, token: int) -> None:
-        """Add a chosen token to a row, or end it."""
+        """Add a chosen token to a row, or end it. Raises NotFinite where none could be chosen."""
+        if token == NO_TOKEN:
+            raise NotFinite(row.item.key, len(row.tokens))
         if token in self._ends:
             row.ended = True
             return

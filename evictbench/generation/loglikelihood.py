@@ -3,6 +3,7 @@ continuations is fed token by token from a copy of that cache."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evictbench.cache.base import KVCache
-from evictbench.errors import UserError
+from evictbench.errors import NotFinite, UserError
 from evictbench.generation.batching import continuous_batching
 from evictbench.generation.runner import Costs, ModelRunner
 
@@ -83,7 +84,7 @@ class ChoiceScorer:
 
     A policy that `needs_labels` gets them from the prompt and the model's own answer to it, as in generation.
 
-    Raises UserError for an impossible budget and for a choice without tokens.
+    Raises UserError for an impossible budget and for a choice without tokens, NotFinite for logits that are NaN.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class ChoiceScorer:
         prompt, first = self._prompt, choice.continuation[0]
         row = _Row(
             choice,
-            logprob=float(prompt.following[first]),
+            logprob=_number(float(prompt.following[first]), choice, 0),
             greedy=first == prompt.likeliest,
             peak=prompt.cache.bytes_peak,
             prefill_seconds=time.perf_counter() - started,
@@ -143,7 +144,7 @@ class ChoiceScorer:
         share = (time.perf_counter() - started) / len(active)
         for row, logprob, likeliest in zip(active, logprobs, greedy, strict=True):
             row.fed += 1
-            row.logprob += logprob
+            row.logprob += _number(logprob, row.item, row.fed)
             row.greedy = row.greedy and likeliest
             row.decode_seconds += share
 
@@ -162,3 +163,10 @@ class ChoiceScorer:
             decode_seconds=row.decode_seconds,
             decode_steps=row.fed,
         )
+
+
+def _number(logprob: float, choice: Choice, tokens: int) -> float:
+    """A log-probability, which is NaN where any logit was NaN or infinite."""
+    if math.isnan(logprob):
+        raise NotFinite(choice.key, tokens)
+    return logprob

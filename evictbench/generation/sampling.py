@@ -15,6 +15,9 @@ from evictbench.suite.spec import Sampling
 
 _MASK = 2**64 - 1
 
+NO_TOKEN = -1
+"""In the place of a token that cannot be chosen."""
+
 
 def uniform(seed: int, sample: int, repeat: int, step: int) -> float:
     """A number in [0, 1) that depends on its arguments alone: four rounds of the splitmix64 finaliser."""
@@ -28,14 +31,19 @@ def uniform(seed: int, sample: int, repeat: int, step: int) -> float:
 
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
-    """The next token of every row. logits `[rows, vocabulary]`; numbers: one uniform a row, unused where greedy."""
+    """The next token of every row; NO_TOKEN where its logits are not finite, some of minus infinity apart.
+
+    logits `[rows, vocabulary]`; numbers: one uniform a row, unused where greedy.
+    """
     tokens = logits.argmax(-1)
+    # The largest is NaN where any is. What is found stays on the device until the tokens themselves are read.
+    finite = logits.gather(-1, tokens[:, None])[:, 0].isfinite()
     for sampling in {sampling for sampling in samplings if sampling.temperature > 0}:
         rows = [row for row, other in enumerate(samplings) if other == sampling]
         drawn = torch.tensor([numbers[row] for row in rows], dtype=torch.float64, device=logits.device)
         index = torch.tensor(rows, device=logits.device)
         tokens[index] = _draw(logits[index], sampling, drawn)
-    return [int(token) for token in tokens.tolist()]
+    return [int(token) for token in tokens.masked_fill(~finite, NO_TOKEN).tolist()]
 
 
 def _draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
@@ -53,5 +61,5 @@ def _draw(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
     reached = probs.cumsum(-1)
     place = torch.searchsorted(reached, (numbers * reached[:, -1])[:, None], right=True)
     # Rounding may put a number at the very end of the distribution past it: the last token with any weight.
-    last = (probs > 0).sum(-1, keepdim=True) - 1
+    last = ((probs > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # logits of NaN leave no token with any
     return candidates.gather(-1, torch.minimum(place, last))[:, 0]

@@ -89,7 +89,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             chosen,
             config,
             model=self.source.name,
-            model_sha256=lambda: load.weights_hash(self.source),
+            model_sha256=lambda: load.weights_hash(self.source, trust_remote_code),
             weights=weights,
         )
         ready.check_budget(self.budget)
@@ -97,6 +97,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         window = load.context_window(config)
         self.max_length = min(int(max_length or window), window)
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code)
+        load.check_vocabulary(self.tokenizer, config, self.source.name)
         self.seed = int(seed)
         self._switch = _word(thinking)
         self._thinking: Any = None
@@ -111,7 +112,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         self._scorer = ChoiceScorer(self.model, self.policy, self.budget, **settings)
         self.fingerprint = {
             "model": self.source.name,
-            "weights": load.weights_hash(self.source),
+            "weights": load.weights_hash(self.source, trust_remote_code),
             "dtype": str(self.model.dtype),
             "policy": {"name": chosen.name, "settings": chosen.settings, "source": chosen.source},
             "budget": None if self.budget is None else str(self.budget),
@@ -162,9 +163,10 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the prompt's text."""
-        if self._thinking is None:
-            self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
-        return render_chat(self.tokenizer, chat_history, add_generation_prompt)
+        with thinking.template_errors(self.source.name):
+            if self._thinking is None:
+                self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
+            return render_chat(self.tokenizer, chat_history, add_generation_prompt)
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use lm-eval's response cache (--use_cache) if its answers come from this model, policy and budget.

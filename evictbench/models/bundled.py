@@ -11,11 +11,11 @@ name from here.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.models.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,16 +58,6 @@ _CONTROL_TOKEN = 3
 """GGUF's type of a special token."""
 
 
-def cache_folder() -> Path:
-    """The folder of what evictbench can make again: $EVICTBENCH_CACHE, or one in the user's cache folder."""
-    folder = os.environ.get("EVICTBENCH_CACHE")
-    if folder:
-        return Path(folder).expanduser().absolute()
-    from platformdirs import user_cache_path
-
-    return user_cache_path("evictbench", appauthor=False)
-
-
 def converted_folder() -> Path:
     """The folder of the converted model, there or not."""
     return cache_folder() / "models" / f"{NAME}-{GGUF_SHA256[:12]}-v{CONVERSION_VERSION}"
@@ -83,6 +73,21 @@ def is_converted() -> bool:
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError):
         return False
+
+
+def check_content(folder: Path) -> None:
+    """Raise UserError where a file of the converted folder is another than was written: results are put down to the
+    pinned file. Folders of earlier versions do not say what was written."""
+    import json
+
+    from evictbench.models.file_hashes import remembered_sha256
+
+    written = json.loads((folder / _MANIFEST).read_text()).get("sha256", {})
+    changed = [name for name, sha256 in written.items() if remembered_sha256(folder / name) != sha256]
+    if changed:
+        raise UserError(
+            f"{folder / changed[0]} was changed since evictbench wrote it: remove {folder}, and it is made again."
+        )
 
 
 def find_gguf() -> Path | None:
@@ -155,6 +160,8 @@ def convert(gguf_file: Path, folder: Path) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
+    from evictbench.store.files import file_sha256
+
     reader = GGUFReader(gguf_file)
     field = {name: entry.contents() for name, entry in reader.fields.items() if not name.startswith("GGUF.")}
     if (field["general.architecture"], field["tokenizer.ggml.pre"]) != ("llama", "smollm"):
@@ -176,8 +183,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
     }
     for name, content in written.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    manifest = {"conversion": CONVERSION_VERSION, "gguf_sha256": GGUF_SHA256, "sizes": sizes}
+    files = sorted(folder.iterdir())
+    manifest = {
+        "conversion": CONVERSION_VERSION,
+        "gguf_sha256": GGUF_SHA256,
+        "sizes": {file.name: file.stat().st_size for file in files},
+        "sha256": {file.name: file_sha256(file) for file in files},
+    }
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 

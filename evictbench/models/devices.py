@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from evictbench.models.safetensors_files import StoredTensor
 
 SPREAD = ("balanced", "sequential")
 """Values of --device that spread one model's layers over all GPUs, as accelerate names them."""
@@ -47,8 +46,10 @@ def check_device(device: str) -> None:
         raise UserError(f"The device {device} cannot be used: say auto, cpu, cuda, cuda:N or mps.")
 
 
-def device_map(device: str, files: list[Path], config: PretrainedConfig, dtype: str) -> str | dict[str, str] | None:
-    """The `device_map` with which transformers loads the safetensors `files`; None is the CPU.
+def device_map(
+    device: str, tensors: Iterable[StoredTensor], config: PretrainedConfig, dtype: str
+) -> str | dict[str, str] | None:
+    """The `device_map` with which transformers loads these tensors; None is the CPU.
 
     "auto" is one GPU if the weights fill no more than WEIGHTS_SHARE of it, else all GPUs, else the CPU.
     """
@@ -62,7 +63,7 @@ def device_map(device: str, files: list[Path], config: PretrainedConfig, dtype: 
         return None
     gpus = range(torch.cuda.device_count())
     memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
-    return gpu_map(weight_bytes(files, config, dtype), memory)
+    return gpu_map(weight_bytes(tensors, config, dtype), memory)
 
 
 def gpu_map(weights: int, gpus: list[int]) -> str | dict[str, str]:
@@ -89,24 +90,12 @@ def refuse_offloading(model: PreTrainedModel, name: str) -> None:
         raise UserError(f"The GPUs have no room for all of {name}: choose a smaller dtype, more GPUs, or --device cpu.")
 
 
-def weight_bytes(files: list[Path], config: PretrainedConfig, dtype: str) -> int:
+def weight_bytes(tensors: Iterable[StoredTensor], config: PretrainedConfig, dtype: str) -> int:
     """Bytes that the weights will take in `dtype`; as stored where they are quantised, or no dtype is named."""
     import torch
 
-    tensors = [tensor for file in files for tensor in _tensors(file)]
     wanted: Any = config.dtype if dtype == "auto" else dtype
     if wanted is None or getattr(config, "quantization_config", None):
-        return sum(stored for _, stored in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
     itemsize = (getattr(torch, wanted) if isinstance(wanted, str) else wanted).itemsize
-    return int(sum(elements for elements, _ in tensors) * itemsize)
-
-
-def _tensors(file: Path) -> Iterator[tuple[int, int]]:
-    """The elements and stored bytes of every tensor in a safetensors file, from its header."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            start, end = tensor["data_offsets"]
-            yield math.prod(tensor["shape"]), end - start
+    return int(sum(tensor.elements for tensor in tensors) * itemsize)

@@ -54,7 +54,7 @@ def EvictionCache(
         policy,
         model.config,
         model=name,
-        model_named=None if source is None else source.name,
+        model_argument=None if source is None else source.name,
         model_sha256=model_sha256,
         weights=weights,
     )

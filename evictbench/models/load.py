@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evictbench import hub
-from evictbench.errors import UserError
-from evictbench.models import bundled
+from evictbench.errors import UserError, one_line
+from evictbench.models import bundled, model_files
+from evictbench.models.config_checks import check_config, check_config_files, check_ids, check_vocabulary
 from evictbench.models.devices import check_device, device_map, refuse_offloading
+from evictbench.models.file_hashes import remembered_sha256
+from evictbench.models.loaded_weights import UnusedTensors, check_loaded
+from evictbench.models.safetensors_files import read_headers
 from evictbench.models.supported import check_attention_interface, check_supported, context_window
-from evictbench.store.files import file_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,12 +30,15 @@ if TYPE_CHECKING:
 __all__ = [
     "MODELS",
     "Source",
+    "check_ids",
     "check_supported",
+    "check_vocabulary",
     "context_window",
     "load_config",
     "load_model",
     "load_tokenizer",
     "resolve",
+    "unused_tensors",
     "weights_hash",
 ]
 
@@ -81,14 +86,10 @@ MODELS = (
 )
 """Models to start with. Any other that `check_supported` accepts can be used too, by hub id or by folder."""
 
-_HASHED_WITH_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+_LARGE = 500_000
+"""Bytes of a JSON file that takes a noticeable time to read."""
+
+_unused: dict[Source, UnusedTensors | None] = {}
 
 
 def resolve(name: str) -> Source:
@@ -102,7 +103,8 @@ def resolve(name: str) -> Source:
         raise UserError(f"{name} is a shape with random weights and no tokenizer: it is for evictbench trace alone.")
     path = Path(name).expanduser()
     if name and path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / model_files.CONFIG).is_file():
+            model_files.refuse_adapter(path, name)
             raise UserError(f"The folder {name} holds no model: it has no config.json.")
         return Source(name, "local", path=path.absolute())
     if name and path.exists():
@@ -128,12 +130,24 @@ def source_of(model: PreTrainedModel) -> Source:
 
 
 def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The model's config. For a hub id this fetches the small files of its repository, never weights."""
-    from transformers import AutoConfig
+    """The model's config. For a hub id this fetches the small files of its repository, never weights.
 
+    Raises UserError, naming the file, for a config that is damaged or that no model has, for weights quantised by an
+    unknown method, and for a model that needs its own Python code where `trust_remote_code` is not given.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    folder = _folder(source, trust_remote_code)
+    model_files.small_files(folder)  # each has to lie inside the folder
+    check_config_files(folder)
     config: PretrainedConfig = _from_pretrained(
-        AutoConfig, source, _folder(source, trust_remote_code), trust_remote_code
+        AutoConfig, source, folder, trust_remote_code, what=f"{model_files.CONFIG} of"
     )
+    brings_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if brings_code and not trust_remote_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _needs_code(source)
+    check_config(config, folder, resolve_dtype(config, "auto"))
     return config
 
 
@@ -147,12 +161,20 @@ def resolve_dtype(config: PretrainedConfig, dtype: str) -> str:
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with its chat template where it has one."""
+    """The model's tokenizer, with its chat template where it has one. Raises UserError where it cannot be read."""
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = _from_pretrained(
-        AutoTokenizer, source, _folder(source, trust_remote_code), trust_remote_code
-    )
+    folder = _folder(source, trust_remote_code)
+    names = model_files.small_files(folder)
+    # A large vocabulary takes long to read twice: whether it is damaged is asked where it could not be used.
+    model_files.check_objects(folder, [name for name in names if (folder / name).stat().st_size < _LARGE])
+    try:
+        tokenizer: PreTrainedTokenizerBase = _from_pretrained(
+            AutoTokenizer, source, folder, trust_remote_code, what="tokenizer of"
+        )
+    except UserError:
+        model_files.check_objects(folder, names)
+        raise
     return tokenizer
 
 
@@ -166,8 +188,8 @@ def load_model(
     linear layers are packed, where a second copy of them fits (see packed_linear.py). dtype: "float32", "bfloat16",
     "float16", or "auto" for the one in the model's config.
 
-    Raises UserError for an unsupported model, a device that is not there, weights that are missing or incomplete, and a
-    model too large for its device.
+    Raises UserError for an unsupported model, a device that is not there, weights that do not fit the model (see
+    loaded_weights.py), and a model too large for its device. What was left over is in `unused_tensors`.
     """
     import psutil
     import torch
@@ -181,10 +203,16 @@ def load_model(
     config = load_config(source, trust_remote_code)
     check_supported(config)
     folder = _folder(source, trust_remote_code)
-    names = _weight_files(source, folder)
     if source.kind == "hub":
+        names = model_files.weight_files(folder, source.name, whole=False)
         hub.fetch_weights(source.repo, folder, names)
-    placement = device_map(device, [folder / name for name in names], config, dtype)
+    if source.kind == "bundled":
+        bundled.check_content(folder)
+    files = [folder / name for name in model_files.weight_files(folder, source.name)]
+    stored = read_headers(files)
+    # Left to itself, transformers takes the dtype of a model whose config names none from its weights.
+    dtype = resolve_dtype(config, dtype)
+    placement = device_map(device, stored.values(), config, dtype)
     try:
         with _progress_bars(source.kind != "bundled" and sys.stderr.isatty()):
             model, info = _from_pretrained(
@@ -193,42 +221,48 @@ def load_model(
                 folder,
                 trust_remote_code,
                 config=config,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                dtype=getattr(torch, dtype),
                 device_map=placement,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 output_loading_info=True,
             )
     except torch.OutOfMemoryError as error:
         raise UserError(f"The weights of {source.name} do not fit on {device}: {error}") from error
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise UserError(
-            f"The weights of {source.name} are incomplete: {len(missing)} tensors are missing, {missing[0]} first."
-        )
     refuse_offloading(model, source.name)
     check_attention_interface(type(model), config.model_type)
+    _unused[source] = check_loaded(model, info, stored, source.name)
     loaded: PreTrainedModel = model.eval()
     pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
 
 
-def weights_hash(source: Source) -> str:
+def unused_tensors(source: Source) -> UnusedTensors | None:
+    """The tensors in a model's files that had no place in it when this process loaded it last; None: there are none, or
+    it was not loaded."""
+    return _unused.get(source)
+
+
+def weights_hash(source: Source, trust_remote_code: bool = False) -> str:
     """A hash that stands for the model in a fingerprint, the same on any machine.
 
-    It is the bundled file's pinned hash, a hub model's commit, or the sha256 of a local folder's weights, config and
-    tokenizer. A local file is read once, and again only when its size or time of change is another.
+    It is the bundled file's pinned hash, a hub model's commit, or the sha256 of the files of a local folder that are
+    loaded (see model_files.py). Where the model's own Python code is run, that code is a part of it. A local file is
+    read once, and again only when it was changed. Raises UserError for weights that are not whole.
     """
     if source.kind == "bundled":
         return f"gguf-sha256:{bundled.GGUF_SHA256}:v{bundled.CONVERSION_VERSION}"
-    folder = _folder(source)
+    folder = _folder(source, trust_remote_code)
+    own_code = model_files.runs_own_code(folder, trust_remote_code)
     if source.kind == "hub":
-        return f"commit:{folder.name}"
-    names = _weight_files(source, folder)
-    names += [name for name in _HASHED_WITH_WEIGHTS if (folder / name).is_file()]
+        return f"commit:{folder.name}{':code' if own_code else ''}"
+    weights = model_files.weight_files(folder, source.name)
+    read_headers(folder / name for name in weights)
+    names = sorted({*weights, *model_files.small_files(folder, own_code)})
     with ThreadPoolExecutor(max_workers=4) as pool:
-        hashes = list(pool.map(_cached_sha256, [folder / name for name in names]))
+        hashes = list(pool.map(remembered_sha256, [folder / name for name in names]))
     whole = hashlib.sha256()
-    for name, sha256 in sorted(zip(names, hashes, strict=True)):
+    for name, sha256 in zip(names, hashes, strict=True):
         whole.update(f"{name} {sha256}\n".encode())
     return f"sha256:{whole.hexdigest()}"
 
@@ -238,23 +272,41 @@ def _folder(source: Source, remote_code: bool = False) -> Path:
     if source.kind == "bundled":
         return bundled.ensure_converted()
     if source.kind == "hub":
-        return hub.snapshot(source.repo, source.revision, remote_code)
-    assert source.path is not None
-    return source.path
+        folder = hub.snapshot(source.repo, source.revision, remote_code)
+    else:
+        assert source.path is not None
+        folder = source.path
+    model_files.refuse_adapter(folder, source.name)
+    return folder
 
 
-def _from_pretrained(auto: Any, source: Source, folder: Path, trust_remote_code: bool, **arguments: Any) -> Any:
-    """`auto.from_pretrained` from a folder; raises UserError for what a user can put right."""
+def _from_pretrained(
+    auto: Any, source: Source, folder: Path, trust_remote_code: bool, what: str = "model", **arguments: Any
+) -> Any:
+    """`auto.from_pretrained` from a folder. Raises UserError for whatever transformers makes of files that it cannot
+    use. what: what is loaded, in the sentence."""
+    import torch
+
     try:
         return auto.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True, **arguments)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        reason = one_line(error)
         if "trust_remote_code" in reason:
-            raise UserError(
-                f"The model {source.name} brings its own Python code, which is not run unless asked for: "
-                "read it, then say --trust-remote-code."
-            ) from error
-        raise UserError(f"The model {source.name} cannot be loaded: {' '.join(reason.split())[:300]}") from error
+            raise _needs_code(source) from error
+        if isinstance(error, KeyError):
+            reason = f"it asks for {reason}, which transformers does not know or does not find"
+        elif " " not in reason:
+            reason = f"{type(error).__name__} {reason}"
+        raise UserError(f"The {what} {source.name} cannot be loaded: {reason[:300]}") from error
+
+
+def _needs_code(source: Source) -> UserError:
+    return UserError(
+        f"The model {source.name} brings its own Python code, which is not run unless asked for: "
+        "read it, then say --trust-remote-code."
+    )
 
 
 @contextlib.contextmanager
@@ -270,29 +322,3 @@ def _progress_bars(wanted: bool) -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
-
-
-def _weight_files(source: Source, folder: Path) -> list[str]:
-    """Names of the safetensors files, from the index if there is one; those of a hub model need not be there yet."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    absent = [name for name in names if not (folder / name).is_file()]
-    if source.kind != "hub" and absent:
-        raise UserError(f"The folder {source.name} lacks {absent[0]}: weights are loaded from safetensors files only.")
-    return names
-
-
-def _cached_sha256(file: Path) -> str:
-    """The sha256 of a file, remembered in the cache folder under its path, size and time of change."""
-    state = file.stat()
-    key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()
-    remembered = bundled.cache_folder() / "hashes" / key
-    if remembered.is_file() and len(sha256 := remembered.read_text()) == 64:
-        return sha256
-    sha256 = file_sha256(file)
-    remembered.parent.mkdir(parents=True, exist_ok=True)
-    remembered.write_text(sha256)
-    return sha256

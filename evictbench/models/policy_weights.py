@@ -25,7 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models.loaded_weights import check_finite
 from evictbench.models.model_card import markdown
+from evictbench.models.model_files import check_inside
+from evictbench.models.safetensors_files import read_header
 from evictbench.policy.step import ModelShape
 from evictbench.store.files import file_sha256, write_json
 
@@ -84,13 +87,16 @@ def find(
     model: str,
     model_sha256: Callable[[], str],
     shape: ModelShape,
-    model_named: str | None = None,
+    *,
+    policy_argument: str | None = None,
+    model_argument: str | None = None,
 ) -> Weights:
     """The weights of a policy for a model: those at `where` (a folder or a hub id), else those that come with it.
 
     model: the model's name in results. model_sha256: returns its `load.weights_hash`; it is asked only where trained
-    weights are for a model of this shape. model_named: the model as `--model` takes it, for the command in a sentence.
-    Raises UserError where there are no weights, or they are broken, another policy's or variant's, or another model's.
+    weights are for a model of this shape. policy_argument, model_argument: what `--policy` and `--model` take to mean
+    these two, for the command that trains weights. Raises UserError where there are no weights, or they are broken,
+    another policy's or variant's, or another model's.
     """
     if where is not None:
         return _fitting(load(where, policy, shape), policy, model, model_sha256, shape)
@@ -102,10 +108,11 @@ def find(
     chosen = next(iter([*own, *named, *any_model]), None)
     if chosen is None:
         suffix = f" (variant {variant})" if variant else ""
-        command = f"evictbench train --policy {policy.name} --model {shlex.quote(model_named or model)}"
         raise UserError(
             f"{policy.name} is learned, and no weights for {model}{suffix} come with evictbench: train them "
-            f"({command} --data ... --out FOLDER), or name some with --weights."
+            f"(evictbench train --policy {shlex.quote(policy_argument or policy.name)} --model "
+            f"{shlex.quote(model_argument or model)} --data ... --out FOLDER), or name some with "
+            "--weights."
         )
     return _fitting(_read(chosen, f"bundled {chosen.name}"), policy, model, model_sha256, shape)
 
@@ -198,10 +205,13 @@ def _read(folder: Path, origin: str) -> Weights:
     file = folder / TENSORS
     if not file.is_file():
         raise UserError(f"The weights {origin} lack {TENSORS}.")
+    check_inside(folder, [CONFIG, TENSORS], "the folder of weights")
+    read_header(file)
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {origin} cannot be read: {TENSORS} is damaged or cut short.") from error
+    _check_numbers(tensors, origin)
     whole = hashlib.sha256()
     for name in (CONFIG, TENSORS):
         whole.update(f"{name} {file_sha256(folder / name)}\n".encode())
@@ -215,8 +225,19 @@ def _read_any(folder: Path, origin: str, foreign: ForeignFormat | None, shape: M
     file = next((folder / name for name in foreign.files if (folder / name).is_file()), None)
     if file is None:
         return _read(folder, origin)
+    check_inside(folder, [file.name], "the folder of weights")
     tensors, card = foreign.read(file, origin, shape)
+    _check_numbers(tensors, origin)
     return Weights(tensors, card, origin, file_sha256(file))
+
+
+def _check_numbers(tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Raise UserError for a tensor of integers, which no training makes, and for one that is not finite."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(f"The weights {origin} are not those of a training: {name} holds {dtype} numbers.")
+    check_finite(tensors.items(), f"The weights {origin}")
 
 
 def _card(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,25 +57,25 @@ def ready_policy(
     config: PretrainedConfig,
     *,
     model: str = "this model",
-    model_named: str | None = None,
     model_sha256: Callable[[], str] = lambda: "",
     weights: str | Weights | None = None,
     stated_length: int | None = None,
+    model_argument: str | None = None,
 ) -> ReadyPolicy:
     """Make a policy ready for the model that has this config.
 
     policy: as `--policy` takes it ("h2o:group=max", "file.py:Class"), or parsed, or an object. model: the model's name
-    in results. model_named: the model as `--model` takes it, for sentences that name a command. model_sha256: returns
-    the hash of the model's weights (`load.weights_hash`); it is called only to tell which trained weights belong to the
-    model. weights: a folder, a hub id, or weights that are loaded; None: those that come with the policy, unless the
-    object has some already. stated_length: as of `PagedPolicy`.
+    in results. model_sha256: returns the hash of the model's weights (`load.weights_hash`); it is called only to tell
+    which trained weights belong to the model. weights: a folder, a hub id, or weights that are loaded; None: those that
+    come with the policy, unless the object has some already. stated_length: as of `PagedPolicy`. model_argument: what
+    `--model` takes to mean this model, where that is not its name in results.
     Raises UserError for a policy or weights that do not exist or do not fit.
     """
     if isinstance(policy, str):
         policy = registry.parse_policy(policy)
-    label = policy.name
+    label = argument = policy.name
     if isinstance(policy, registry.ChosenPolicy):
-        label, policy = policy.label, policy.policy(policy.config)
+        label, argument, policy = policy.label, _argument(policy), policy.policy(policy.config)
     if isinstance(policy, PagedPolicy):
         policy.fit(config)
         policy.stated_length = stated_length
@@ -86,7 +87,16 @@ def ready_policy(
     if weights is None and policy.has_weights:
         return ReadyPolicy(policy, label, shape, model, None)
     if not isinstance(weights, Weights):
-        weights = policy_weights.find(policy, weights, model, model_sha256, shape, model_named)
+        weights = policy_weights.find(
+            policy, weights, model, model_sha256, shape, policy_argument=argument, model_argument=model_argument
+        )
     learned: Any = policy
     learned.use(weights, shape)
     return ReadyPolicy(policy, label, shape, model, weights)
+
+
+def _argument(chosen: ChosenPolicy) -> str:
+    """What `--policy` takes to mean this policy."""
+    if chosen.source is None:
+        return chosen.label
+    return f"{inspect.getfile(chosen.policy)}:{chosen.policy.__name__}{chosen.label.removeprefix(chosen.name)}"

@@ -104,7 +104,8 @@ class Worker:
         from evictbench.evaluation import run
 
         settings = plan.settings
-        key = (plan.source, plan.dtype, settings.device, settings.trust_remote_code)
+        weights = plan.fingerprint["weights"]
+        key = (plan.source, weights, plan.dtype, settings.device, settings.trust_remote_code)
         if self._model is None or key != self._key:
             self._model = None
             _free_memory()

@@ -10,24 +10,31 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
+import socket
+import threading
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from evictbench.errors import UserError, one_line
+from evictbench.errors import UserError, first_line, one_line
 from evictbench.sweep.job import Job, JobResult, Worker, read_phase
 from evictbench.sweep.local import PATIENCE, TICK, Event
 
 RETRIES = 3
 """How often a job is started again after its worker was lost."""
 
+REACHED_WITHIN = 5.0
+"""Seconds within which a cluster's address has to answer."""
+
 
 class RayTasks:
     """Runs jobs as Ray tasks. gpus: the number for each; None for one where the cluster has any. Raises UserError where
-    Ray is not installed."""
+    Ray is not installed, and where nothing answers at the cluster's address."""
 
     def __init__(self, gpus: float | None) -> None:
         if importlib.util.find_spec("ray") is None:
             raise UserError("--executor ray needs Ray, which is not installed: pip install 'evictbench[ray]'.")
+        check_address(os.environ.get("RAY_ADDRESS", ""))
         self.gpus = gpus
 
     def run(self, jobs: Sequence[Job]) -> Generator[Event, None, None]:
@@ -63,6 +70,33 @@ class RayTasks:
                 ray.shutdown()
 
 
+def check_address(address: str, timeout: float = REACHED_WITHIN) -> None:
+    """Raise UserError where nothing listens at "host:port" or "ray://host:port"; Ray itself tries for minutes, and logs
+    each try. Other addresses ("auto") are left to Ray. timeout: seconds; name resolution, which knows no limit of its
+    own, is given up on too."""
+    place = re.fullmatch(r"(?:ray://)?\[?([^\[\]/]+?)\]?:([0-9]{1,5})", address)
+    if place is None:
+        return
+    host, port = place[1], int(place[2])
+    answer = [f"no answer within {timeout:g} seconds"]
+
+    def ask() -> None:
+        try:
+            socket.create_connection((host, port), timeout=timeout).close()
+            answer[0] = ""
+        except (OSError, OverflowError) as error:
+            answer[0] = getattr(error, "strerror", None) or first_line(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if answer[0]:
+        raise UserError(
+            f"No Ray cluster answers at RAY_ADDRESS={address} ({answer[0]}): start it, name another, or unset "
+            "RAY_ADDRESS to start one on this machine."
+        )
+
+
 def do_in_task(job: Job) -> JobResult:
     """Do one job in a Ray task. The worker is kept for later tasks of the same process."""
     global _worker
@@ -81,6 +115,7 @@ def _connect() -> None:
     """Connect to the cluster, or start one. Raises UserError if that fails."""
     import ray
 
+    check_address(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:

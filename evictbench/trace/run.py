@@ -99,7 +99,7 @@ def make_plan(settings: TraceSettings, phase: Callable[[str], None] = lambda _: 
     origins: dict[str, str | None] = {}
     for label, chosen in checked.chosen.items():
         phase(f"making the policy {label}")
-        ready = _ready(chosen, checked.weights.get(chosen.name), source, model, config)
+        ready = _ready(settings, chosen, checked.weights.get(chosen.name), source, model, config)
         policies[label] = ready.policy
         origins[label] = _origin(ready.weights)
         _check_budgets(ready, checked.cells)
@@ -108,7 +108,9 @@ def make_plan(settings: TraceSettings, phase: Callable[[str], None] = lambda _: 
     phase("identifying the weights")
     made_by = {
         "model": model,
-        "weights": f"random, seed {settings.seed}" if source is None else load.weights_hash(source),
+        "weights": f"random, seed {settings.seed}"
+        if source is None
+        else load.weights_hash(source, settings.trust_remote_code),
         "dtype": dtype,
         "prefill": settings.prefill,
         "chunk": settings.chunk,
@@ -243,7 +245,12 @@ def _tokens(settings: TraceSettings, checked: Checked, source: load.Source) -> l
 
 
 def _ready(
-    chosen: ChosenPolicy, where: str | None, source: load.Source | None, model: str, config: PretrainedConfig
+    settings: TraceSettings,
+    chosen: ChosenPolicy,
+    where: str | None,
+    source: load.Source | None,
+    model: str,
+    config: PretrainedConfig,
 ) -> ReadyPolicy:
     """A policy that can run on the model. A learned one has random weights on a model of random weights, unless `where`
     names some."""
@@ -254,9 +261,9 @@ def _ready(
         chosen,
         config,
         model=model,
-        model_named=None if source is None else source.name,
-        model_sha256=lambda: model if source is None else load.weights_hash(source),
+        model_sha256=lambda: model if source is None else load.weights_hash(source, settings.trust_remote_code),
         weights=weights,
+        model_argument=settings.model,
     )
 
 

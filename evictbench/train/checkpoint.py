@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,15 +69,31 @@ def restore(folder: Path, learner: Learner, optimiser: Optimizer | None, acceler
     last = checkpoints[-1]
     try:
         state = torch.load(last / _STATE_FILE, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"The checkpoint {last} cannot be read: {_STATE_FILE} is damaged, or holds more than the tensors and plain "
+            "data that a training writes. Remove the checkpoint to start again."
+        ) from error
+    try:
         learner.load_state_dict(state["learner"])
         if optimiser is not None:
             optimiser.load_state_dict(state["optimiser"])
+        steps = int(state["steps"])
         if model:
             accelerator.load_state(str(last / _MODEL_FOLDER))
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        EOFError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"The checkpoint {last} cannot be read ({reason}): remove it to start again.") from error
-    return int(state["steps"])
+        raise UserError(f"The checkpoint {last} does not fit ({reason}): remove it to start again.") from error
+    return steps
 
 
 def clear(folder: Path) -> None:
@@ -116,5 +134,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The finished checkpoints, oldest first."""
-    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    """The finished checkpoints, oldest first. Raises UserError for a folder that looks like one and is none of ours."""
+    by_steps = {}
+    for path in folder.glob("checkpoint-*"):
+        number = re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name)
+        if number is None or not path.is_dir():
+            raise UserError(
+                f"{path} is no checkpoint of this training, whose names end in the number of steps: move it away, or "
+                "name another folder."
+            )
+        by_steps[int(number[1])] = path
+    return [by_steps[steps] for steps in sorted(by_steps)]

@@ -76,6 +76,7 @@ def make_plan(settings: TrainSettings, processes: int, phase: Callable[[str], No
     if settings.length > window:
         raise UserError(f"Blocks of {settings.length} tokens are longer than the window of {model}, {window} tokens.")
     tokenizer = load.load_tokenizer(source, settings.trust_remote_code)
+    load.check_vocabulary(tokenizer, config, model)
     shape = ModelShape.of(config)
     learner = _make_learner(settings, checked, config, shape)
 
@@ -100,7 +101,7 @@ def make_plan(settings: TrainSettings, processes: int, phase: Callable[[str], No
             "more, or a smaller --length or --held-out."
         )
     phase("identifying the weights")
-    sha256 = load.weights_hash(source)
+    sha256 = load.weights_hash(source, settings.trust_remote_code)
     identity = {
         "version": IDENTITY_VERSION,
         "policy": {"label": checked.chosen.label, "settings": checked.chosen.settings, "source": checked.chosen.source},

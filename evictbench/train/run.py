@@ -263,4 +263,4 @@ def _save_model(plan: TrainPlan, trained: Trained) -> str:
     model.save_pretrained(folder, state_dict=state)
     logging.enable_progress_bar()
     plan.tokenizer.save_pretrained(folder)
-    return load.weights_hash(load.resolve(str(folder.absolute())))
+    return load.weights_hash(load.resolve(str(folder.absolute())), plan.settings.trust_remote_code)

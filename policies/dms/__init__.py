@@ -128,10 +128,14 @@ class DMS(RaggedPolicy):
         card: Mapping[str, Any] = {**weights.card, **(weights.card.get("settings") or {})}
         weight, bias = (weights.tensors.get(name) for name in ("weight", "bias"))
         expected = (shape.layers, shape.kv_heads)
-        if weight is None or bias is None or tuple(weight.shape[:2]) != expected or tuple(bias.shape) != expected:
+        fits = weight is not None and weight.dim() == 3 and tuple(weight.shape[:2]) == expected
+        if weight is None or bias is None or not fits or tuple(bias.shape) != expected:
             raise UserError(
                 f"The weights {weights.origin} are not a gate of {shape.layers} layers with {shape.kv_heads} KV heads."
             )
+        unread = sorted(weights.tensors.keys() - {"weight", "bias"})
+        if unread:
+            raise UserError(f"The weights {weights.origin} hold {unread[0]}, which a gate has no place for.")
         if shape.hidden_size and weight.shape[2] != shape.hidden_size:
             raise UserError(
                 f"The weights {weights.origin} read hidden states of width {weight.shape[2]}, and this model's have "

@@ -7,12 +7,14 @@ import pytest
 from fake_plugins import FakeGenerator, make_model
 
 from evictbench import registry
-from evictbench.errors import RunFailed, UserError
+from evictbench.errors import NotFinite, RunFailed, UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.plan import make_plan
-from evictbench.evaluation.run import run
+from evictbench.evaluation.run import load_model, run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.generation.generator import Completion
+from evictbench.models import load
+from evictbench.models.loaded_weights import UnusedTensors
 from evictbench.store import run_folder
 from evictbench.suite import Protocol, Sampling
 
@@ -200,6 +202,45 @@ def test_more_entries_than_the_budget_fails_the_run(settings):
     sentence = str(failure.value)
     assert "hoard let a decode query see 17 entries where the budget allows 16" in sentence
     assert "\n" not in sentence
+
+
+def test_logits_that_are_not_finite_name_the_sample_and_keep_the_finished(settings):
+    class Failing(FakeGenerator):
+        def run(self, requests):
+            requests = list(requests)
+            yield from super().run(requests[:3])
+            raise NotFinite(requests[3].key, 7)
+
+    with pytest.raises(RunFailed) as failure:
+        run(settings, Watch(), lambda plan: (Failing(plan.tokenizer), "cpu"))
+    sentence = str(failure.value)
+    assert "under hoard gave logits that are not finite, NaN or infinite, after 7 tokens of an answer" in sentence
+    assert "(toy_pairs, sample 1, repeat 0)" in sentence
+    assert "3 finished samples are in" in sentence
+    assert "\n" not in sentence
+    _, watch, _ = go(settings)
+    assert watch.finished == 3
+
+
+def test_left_over_weights_are_warned_of_and_in_the_record(settings, monkeypatch):
+    unused = UnusedTensors(7, ("vision.tower.weight",))
+    monkeypatch.setattr(load, "unused_tensors", lambda source: unused)
+    outcome, watch, _ = go(settings)
+    assert watch.warnings == [unused.sentence]
+    assert outcome.summary["warnings"] == [unused.sentence]
+    record = json.loads((outcome.plan.folder / run_folder.RUN).read_text())
+    assert [session["unused_weights"] for session in record["sessions"]] == [
+        {"count": 7, "first": ["vision.tower.weight"]}
+    ]
+
+
+def test_a_model_that_changes_after_the_plan_is_not_run(settings, monkeypatch):
+    planned = make_plan(settings)
+    monkeypatch.setattr(load, "load_model", lambda *_: None)
+    load_model(planned)
+    monkeypatch.setattr(load, "weights_hash", lambda *_: "sha256:other")
+    with pytest.raises(UserError, match="The files of tiny were changed since this run was planned"):
+        load_model(planned)
 
 
 def test_a14_occupancy_is_what_was_measured_and_finished_samples_stay(settings):

@@ -12,7 +12,7 @@ import pytest
 
 from evictbench import hub
 from evictbench.errors import UserError
-from evictbench.models import load
+from evictbench.models import file_hashes, load
 
 pytestmark = pytest.mark.engine
 
@@ -138,12 +138,12 @@ def test_missing_shard_and_missing_tensor_are_sentences(local):
 
 def test_torn_config_is_a_sentence(local):
     (local / "config.json").write_text('{"model_type": "lla')
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match=r"config\.json is no JSON file, or a damaged one"):
         load.load_config(load.resolve(str(local)))
 
 
 def test_folder_without_a_tokenizer_is_a_sentence(local):
-    with pytest.raises(UserError, match=r"The model .* cannot be loaded"):
+    with pytest.raises(UserError, match=r"The tokenizer of .* cannot be loaded"):
         load.load_tokenizer(load.resolve(str(local)))
 
 
@@ -208,7 +208,11 @@ def test_only_the_small_files_and_the_named_weights_are_fetched(hub_cache, local
     load.load_config(source)
     with pytest.raises(UserError):
         load.load_model(source, "cpu")  # the stand-in brings nothing
-    assert asked == [("own/tiny", None, hub.SMALL_FILES), ("own/tiny", COMMIT, names)]
+    assert asked == [
+        ("own/tiny", None, hub.SMALL_FILES),
+        ("own/tiny", COMMIT, ["additional_chat_templates/*.jinja"]),
+        ("own/tiny", COMMIT, names),
+    ]
     assert "*.py" not in hub.SMALL_FILES
 
 
@@ -245,7 +249,9 @@ def test_unchanged_weights_are_not_read_twice(local, monkeypatch):
     def fail(*_):
         raise AssertionError("read again")
 
-    monkeypatch.setattr(load, "file_sha256", fail)
+    monkeypatch.setattr(file_hashes, "file_sha256", fail)
+    assert load.weights_hash(load.resolve(str(local))) == first
+    file_hashes._remembered.clear()  # as another process begins
     assert load.weights_hash(load.resolve(str(local))) == first
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from fake_plugins import make_model
+from safetensors.torch import save_file
 from toy_policies import GATE, TOY, Toy, ToyGate
 
 from evictbench.errors import UserError
@@ -108,7 +109,7 @@ def breakage(folder, kind):
     [
         ("no config", "holds no weights of a policy: it has no config.json"),
         ("no tensors", "lack weights.safetensors"),
-        ("cut", "weights.safetensors is damaged or cut short"),
+        ("cut", "weights.safetensors is cut short"),
         ("no card", "is not the card of a policy's weights"),
         ("no json", "is not the card of a policy's weights"),
         ("a list", "is not the card of a policy's weights"),
@@ -190,6 +191,35 @@ def planned(tmp_path):
     return call
 
 
+@pytest.mark.parametrize(
+    ("tensor", "sentence"),
+    [
+        (torch.ones(2, 2, 16, dtype=torch.int8), r"are not those of a training: weight holds int8 numbers"),
+        (
+            torch.full((2, 2, 16), torch.nan),
+            r"are not finite in float32: NaN or infinite numbers in 1 of 1 tensors, weight first",
+        ),
+        (torch.full((2, 2, 16), -torch.inf, dtype=torch.float16), r"are not finite in float16"),
+    ],
+)
+def test_weights_that_no_training_makes_are_refused(folder, tensor, sentence):
+    save_file({"weight": tensor}, folder / policy_weights.TENSORS)
+    with pytest.raises(UserError, match=sentence):
+        find(folder)
+
+
+def test_weights_are_whole_and_inside_their_folder(folder, tmp_path):
+    file = folder / policy_weights.TENSORS
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"weights.safetensors lies outside the folder of weights"):
+        find(folder)
+    file.unlink()
+    file.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"weights.safetensors is a Git LFS pointer"):
+        find(folder)
+
+
 def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tiny, tmp_path):
     outcome, _ = trained()
     made = planned(tiny, weights=str(outcome.folder))
@@ -200,8 +230,10 @@ def test_a_run_takes_its_weights_and_its_result_names_them(trained, planned, tin
     }
     other, _ = trained(out=tmp_path / "other", seed=5)
     assert planned(tiny, weights=str(other.folder)).folder != made.folder
-    with pytest.raises(UserError, match=r"no weights for tiny \(variant mean\) come with evictbench"):
+    with pytest.raises(UserError, match=r"no weights for tiny \(variant mean\) come with evictbench") as missing:
         planned(tiny)
+    # The command that makes some has the model as it was given, and the policy with its settings.
+    assert f"evictbench train --policy {TOY} --model {tiny} --data" in str(missing.value)
     twin = make_model(tmp_path / "twin", initializer_range=0.1)
     assert planned(twin, weights=str(outcome.folder)).fingerprint["policy"]["weights"]["transferred_from"] == "tiny"
     deeper = make_model(tmp_path / "deeper", num_hidden_layers=3)

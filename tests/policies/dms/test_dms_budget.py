@@ -127,6 +127,10 @@ def test_bad_settings_and_weights_are_refused() -> None:
         DMS().use(weights(), ModelShape(layers=2, heads=6, kv_heads=3, head_dim=16))
     with pytest.raises(UserError, match="read hidden states of width"):
         DMS().use(weights(), ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16, hidden_size=7))
+    for name, tensor in (("weight", torch.ones(2, 2)), ("more", torch.ones(2))):
+        damaged = Weights({**weights().tensors, name: tensor}, weights().card, "a test", "0")
+        with pytest.raises(UserError, match=r"not a gate of 2 layers|hold more, which a gate has no place for"):
+            DMS().use(damaged, SHAPE)
     with pytest.raises(UserError, match="no thresholds"):
         trained(calibration={"thresholds": [1.0], "beyond": []})
     with pytest.raises(UserError, match="has no window"):
