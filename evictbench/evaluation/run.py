@@ -128,6 +128,7 @@ def load_generator(plan: RunPlan, load: Callable[[RunPlan], PreTrainedModel] = l
         chunk=settings.chunk,
         batch_size=settings.batch_size,
         seed=settings.seed,
+        ends=plan.end_tokens.ids,
     )
     return engine, machine.device_names(model)
 
@@ -147,6 +148,8 @@ def _generate(
         "commit": machine.commit(),
         "device": device,
         "batch_size": plan.settings.batch_size,
+        "chat_template": None if plan.template is None else plan.template.record,
+        "end_tokens": plan.end_tokens.record,
     }
     for sentence in folder.start_session(session):
         watcher.warn(sentence)
@@ -175,6 +178,8 @@ def _completions(
             border=planned.prompt.border,
             max_new_tokens=planned.max_new_tokens,
             stop=planned.prompt.stop,
+            ends=planned.prompt.ends,
+            min_new_tokens=planned.prompt.min_new_tokens,
             sampling=plan.checked.protocol.sampling,
             draw=planned.draw,
             thinking=planned.prompt.thinking.on,

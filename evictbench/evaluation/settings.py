@@ -37,6 +37,7 @@ class RunSettings:
     chunk: int = 512
     max_new_tokens: str = "auto"
     chat: str = "auto"
+    chat_template: str | None = None
     protocol: str = "default"
     repeats: int | None = None
     at: int | None = None

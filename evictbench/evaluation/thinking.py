@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.errors import UserError
+from evictbench.suite.chat_template import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,4 +118,4 @@ def _tail(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _render(tokenizer: PreTrainedTokenizerBase, **switch: Any) -> str:
     turns = [{"role": "user", "content": PROBE}]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **switch))
+    return render(tokenizer, turns, add_generation_prompt=True, **switch)

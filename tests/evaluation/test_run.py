@@ -257,7 +257,7 @@ def test_b4_shortened_answers_are_warned_of_and_written(settings):
 def test_samples_of_other_prompts_are_not_mixed_in(settings, monkeypatch):
     outcome, _, _ = go(dataclasses.replace(settings, limit=1))
     render = tasks.render
-    monkeypatch.setattr(tasks, "render", lambda *arguments: render(*arguments) + " indeed")
+    monkeypatch.setattr(tasks, "render", lambda *given, **named: render(*given, **named) + " indeed")
     with pytest.raises(UserError, match="holds samples of other prompts than this command makes") as refusal:
         go(settings)
     assert str(outcome.plan.folder) in str(refusal.value)
