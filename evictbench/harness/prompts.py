@@ -128,7 +128,8 @@ def _document(task: ConfigurableTask, doc_id: int, request: SuiteRequest) -> dic
     constructed = task.construct_requests(doc, context, metadata=(task.task_name, doc_id, 1), **chat)
     requests = constructed if isinstance(constructed, list) else [constructed]
     asked = task.doc_to_text(doc)
-    if isinstance(asked, str) and not all(chat_template.holds(str(each.args[0]), asked) for each in requests):
+    contexts = [str(each.args[0]) for each in requests if each.args[0]]  # an empty one has a sentence of its own
+    if isinstance(asked, str) and not all(chat_template.holds(context, asked) for context in contexts):
         raise UserError(f"The prompt of {where} does not hold the text of its document, so it would not be asked.")
     finished = {
         "index": doc_id,

@@ -83,7 +83,7 @@ def test_prompts(folder):
         assert render(tasks[name], doc, None) == text
         assert render(tasks[name], doc, tokenizer) == f"<s><|user|>{text}</s><|assistant|>"
         assert "\\n" not in text
-        assert tasks[name].VERSION == 1.0
+        assert tasks[name].VERSION == 1.1
         assert tasks[name].config.generation_kwargs["max_gen_toks"] == 32768
         assert tasks[name].config.generation_kwargs["until"] == []
     assert score(tasks["aime24"], 0, "So \\boxed{35}.").score == 1

@@ -71,7 +71,7 @@ def test_limits_and_stops(prepare):
     assert direct.generation_kwargs == {"max_gen_toks": 256, "do_sample": False, "until": ["\nQ:", "\n\n", "</s>"]}
     for task in loaded.values():
         assert task.config.metadata["chat"] is False
-        assert tasks.version_of(task) == "1.0"
+        assert tasks.version_of(task) == "1.1"
 
 
 def test_there_is_a_file_for_every_task():

@@ -45,7 +45,7 @@ def test_data_prompt_and_score(tmp_path):
         "What is half of $\\frac{1}{2}$?\nGive a fraction.\n"
         "Please reason step by step, and put your final answer within \\boxed{}."
     )
-    assert task.VERSION == 1.0
+    assert task.VERSION == 1.1
     assert task.config.generation_kwargs["max_gen_toks"] == 32768
     assert [doc["answer"] for doc in task.task_docs] == ["\\frac{1}{4}", "5"]
     assert score(task, 0, "So \\boxed{0.25}.").score == 1
