@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench.errors import RunFailed, UserError
-from evictbench.evaluation import tasks
+from evictbench.evaluation import full_cache, tasks
 from evictbench.evaluation.plan import RunPlan, make_plan
 from evictbench.evaluation.prompts import PlannedSample
 from evictbench.evaluation.settings import RunSettings
@@ -97,8 +97,11 @@ def run_plan(
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            summary = _summary(plan, folder)
+            doubts = list(full_cache.doubts_about(plan))
+            summary = _summary(plan, folder, doubts)
             folder.write_summary(summary)
+        for sentence in doubts:
+            watcher.warn(sentence)
     return Outcome(plan, summary, interrupted)
 
 
@@ -298,7 +301,7 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         )
 
 
-def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
+def _summary(plan: RunPlan, folder: run_folder.RunFolder, doubts: Sequence[str]) -> dict[str, Any]:
     return {
         "fingerprint": folder.run["fingerprint"],
         "folder": str(folder.path),
@@ -307,7 +310,7 @@ def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
         "answers_cut": dict(plan.answers_cut),
         "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
         "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
-        "warnings": list(_warnings(plan)),
+        "warnings": [*_warnings(plan), *doubts],
         # Read from the disk: Ctrl-C may come between writing a sample's line and counting it.
         **summarise(run_folder.read_samples(folder.path).values(), plan.asked, plan.settings.at),
     }

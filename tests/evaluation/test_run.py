@@ -275,6 +275,27 @@ def test_b10_an_answer_of_no_tokens_is_a_sample_like_any_other(settings):
     assert outcome.summary["mean"]["decode_tokens_per_second"] is None
 
 
+def test_a_full_cache_that_says_nothing_is_remarked_upon_in_its_run_and_in_those_beside_it(settings):
+    class Silent(FakeGenerator):
+        def answer(self, request):
+            return dataclasses.replace(super().answer(request), tokens=(), text="", decode_steps=0)
+
+    settings = dataclasses.replace(settings, tasks="toy_recall", limit=10)
+    full = dataclasses.replace(settings, policy="full", budget=None)
+    sentence = "toy_recall: 10 of 10 answers of the full cache are wrong and at most one token long"
+    outcome, watch, _ = go(settings)
+    assert not outcome.summary["warnings"]
+    watch = Watch()
+    outcome = run(full, watch, lambda plan: (Silent(plan.tokenizer), "cpu"))
+    (found,) = watch.warnings
+    assert found.startswith(sentence)
+    assert outcome.summary["warnings"] == [found]
+    outcome, watch, _ = go(settings)
+    assert watch.warnings == outcome.summary["warnings"] == [found]
+    outcome, watch, _ = go(dataclasses.replace(settings, seed=1))
+    assert not watch.warnings  # the full cache has not answered these prompts
+
+
 def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
     monkeypatch.setattr("evictbench.evaluation.run.PROMPT_IDS_KEPT", 80)
     outcome, _, _ = go(settings)
