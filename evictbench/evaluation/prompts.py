@@ -50,9 +50,9 @@ class PlannedSample:
 class Prompts:
     """Every prompt of a run that fits the window with its answer.
 
-    template: the chat template; None for plain text. window: tokens that the model holds. model: its name, for sentences.
-    planned: the first answer to each prompt. answers_cut: task to the number of documents whose answers may have fewer
-    tokens than the task's card gives. overlong: task to the documents that do not fit and are left out.
+    template: the chat template; None for plain text. window: tokens that the model holds. model: its name, for
+    sentences. planned: the first answer to each prompt. answers_cut: task to the number of documents whose answers may
+    have fewer tokens than the task's card gives. overlong: task to the documents that do not fit and are left out.
     """
 
     settings: RunSettings

@@ -197,7 +197,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
         text = _render(tokenizer, turns)
     except Exception:  # such a template cannot say
         return None
-    before, found, tail = text.rpartition(answer)
+    _, found, tail = text.rpartition(answer)
     tail = tail.lstrip()
     tokens = {*tokenizer.all_special_tokens, *map(str, getattr(tokenizer, "added_tokens_encoder", ()))}
     known = [token for token in tokens if found and token and tail.startswith(token)]
@@ -223,7 +223,7 @@ def _wants_parts(tokenizer: PreTrainedTokenizerBase, model: str) -> bool:
             f"The chat template of {model} cannot render a user's turn: {first_line(failure).rstrip('.')}."
         ) from failure
     raise UserError(
-        f"The chat template of {model} leaves out what the user says, as a text and as a list of parts: use another, or "
+        f"The chat template of {model} leaves out what the user says, be it a text or a list of parts: use another, or "
         "--chat off."
     )
 
