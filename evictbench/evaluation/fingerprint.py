@@ -66,7 +66,7 @@ def fingerprint_of(
             "question": protocol.question,
             "chat": chat,
             "thoughts": thoughts,
-            **_mentioned(chat_template=template and template.identity, end_tokens=ends.identity),
+            **_mentioned(chat_template=None if template is None else template.identity, end_tokens=ends.identity),
             **asdict(protocol.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "card_limit": protocol.preset.max_new_tokens,

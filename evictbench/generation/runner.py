@@ -159,7 +159,7 @@ def write_on(
     runner = runner or ModelRunner(model, Everything(), None)
     if ends is None:
         stated = getattr(model.generation_config, "eos_token_id", None)
-        ends = stated if isinstance(stated, list) else [stated]
+        ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     written: list[int] = []
     with torch.no_grad():
         cache, logits = runner.prefill(prompt)

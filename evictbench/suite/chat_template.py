@@ -234,7 +234,8 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, 
     own = sum(len(str(message["content"])) for message in messages)
     most = MOST_AROUND + MOST_TIMES * own
     with _processor_time(MOST_SECONDS), _at_most(most, template):
-        text = str(tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
+        turns: list[Any] = list(messages)
+        text = str(tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options))
     if len(text) > most:
         raise _TooMuch(_too_long(most))
     return text
