@@ -135,7 +135,7 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
             "answers",
             f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {sampling}{times}",
         ),
-        ("end tokens", plan.end_tokens.record),
+        ("ends", f"at {plan.end_tokens.record}"),
     ]
     rows += [("finds", _detectable(plan))]
     rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
