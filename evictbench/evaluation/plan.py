@@ -242,12 +242,13 @@ def _in_template(
     """The tokenizer with the chosen template as this run uses it, and that template; how it treats thoughts, and
     whether it lets the model think by its own default. brought: the tokenizer as it was loaded; it is left as it is."""
     if not chat:
-        for option, idle in (("thinking", settings.thinking == "on"), ("chat template", settings.chat_template)):
-            if idle:
-                raise UserError(
-                    f"The {option} is a matter of the chat template, and this run uses none: leave out "
-                    f"--{option.replace(' ', '-')}."
-                )
+        if settings.thinking == "on":
+            raise UserError("Thinking is switched on in the chat template, and this run uses none (--chat off).")
+        if settings.chat_template is not None:
+            raise UserError(
+                f"This run uses no chat template, so there is none to choose: leave out --chat-template "
+                f"{settings.chat_template}, or use --chat on."
+            )
         return brought, None, thinking.Thinking(), False
     tokenizer = copy.copy(brought)
     template = chat_template.choose(tokenizer, settings.chat_template, model)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.conftest import QUESTIONS
 from lm_eval import simple_evaluate
 
 from evictbench.errors import UserError
@@ -17,7 +18,6 @@ from evictbench.harness.suite import suite_for
 from evictbench.models.load import load_tokenizer, resolve
 from evictbench.store import run_folder
 from evictbench.suite import SuiteRequest
-from harness.conftest import QUESTIONS
 
 
 class Quiet:
