@@ -46,6 +46,9 @@ MaxNewTokens = Annotated[
     str, typer.Option(help="A number, card (the protocol's), or auto (the same, if the window has room).")
 ]
 Chat = Annotated[str, typer.Option(help="Use the chat template: on, off, auto (if there is one).")]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="Name of the chat template, where the tokenizer brings several. Default: default.")
+]
 SkipOverlong = Annotated[
     bool, typer.Option("--skip-overlong", help="Leave out samples that do not fit the model's window.")
 ]

@@ -18,6 +18,7 @@ from evictbench.evaluation.settings import RunSettings
 from evictbench.gate.tolerances import TOLERANCE
 from evictbench.policy.budget import LEAST_FROM_SHARE
 from evictbench.stats import power
+from evictbench.suite.chat_template import DEFAULT
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.units import human_bytes, percent, percent_interval
 
@@ -134,6 +135,7 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
             "answers",
             f"at most {_span(answers)} tokens ({settings.max_new_tokens}), {sampling}{times}",
         ),
+        ("ends", f"at {plan.end_tokens.record}"),
     ]
     rows += [("finds", _detectable(plan))]
     rows += [("data", ", ".join(f"{name} {_short_hash(value)}" for name, value in plan.prepared.data.items()))]
@@ -227,7 +229,8 @@ def _wrapping(plan: RunPlan) -> str:
     if not plan.chat or len(plain) == len(plan.tasks):
         return "plain text"
     thinking = " (thinking)" if plan.thinking.on else ""
-    return f"chat template{thinking}{' except ' if plain else ''}{', '.join(plain)}"
+    named = "" if plan.template is None or plan.template.name == DEFAULT else f" {plan.template.name}"
+    return f"chat template{named}{thinking}{' except ' if plain else ''}{', '.join(plain)}"
 
 
 def _value(value: object) -> str:

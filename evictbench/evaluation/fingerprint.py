@@ -8,9 +8,11 @@ from typing import Any
 
 from evictbench.evaluation.checks import Checked
 from evictbench.evaluation.settings import RunSettings
+from evictbench.generation.end_tokens import EndTokens
 from evictbench.models.policy_weights import Weights
 from evictbench.policy.base import BasePolicy
 from evictbench.policy.ragged import PagedPolicy
+from evictbench.suite.chat_template import ChatTemplate
 
 
 def fingerprint_of(
@@ -25,15 +27,18 @@ def fingerprint_of(
     model_weights: str,
     dtype: str,
     chat: bool,
+    template: ChatTemplate | None,
     thoughts: bool,
+    ends: EndTokens,
     differs: Collection[str],
 ) -> dict[str, Any]:
     """The fingerprint as run.json holds it under "identity": values that JSON has.
 
     policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
     is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
-    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used.
-    thoughts: whether that template lets the model think. differs: names of what is not as the named protocol has it.
+    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used, and
+    template, which. thoughts: whether that template lets the model think. ends: what ends an answer. differs: names of
+    what is not as the named protocol has it.
     """
     protocol = checked.protocol
     mode = policy.prefill_mode(settings.prefill)
@@ -61,6 +66,7 @@ def fingerprint_of(
             "question": protocol.question,
             "chat": chat,
             "thoughts": thoughts,
+            **_mentioned(chat_template=None if template is None else template.identity, end_tokens=ends.identity),
             **asdict(protocol.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "card_limit": protocol.preset.max_new_tokens,
@@ -75,3 +81,8 @@ def fingerprint_of(
         "weights": model_weights,
         "dtype": dtype,
     }
+
+
+def _mentioned(**values: str | None) -> dict[str, str]:
+    """The values that are not None: what is as it always was keeps its fingerprint."""
+    return {name: value for name, value in values.items() if value is not None}

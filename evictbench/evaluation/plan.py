@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,11 +16,14 @@ from evictbench.evaluation.fingerprint import fingerprint_of
 from evictbench.evaluation.prompts import PlannedSample, Prompts
 from evictbench.evaluation.protocol import Differences
 from evictbench.evaluation.settings import RunSettings
+from evictbench.generation.end_tokens import EndTokens, end_tokens
 from evictbench.models import devices, load
 from evictbench.models.policy_weights import Weights
 from evictbench.models.ready import ready_policy
 from evictbench.policy.base import BasePolicy
 from evictbench.store import run_folder
+from evictbench.suite import chat_template
+from evictbench.suite.chat_template import ChatTemplate
 from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
 if TYPE_CHECKING:
@@ -37,7 +41,8 @@ class RunPlan:
     """A run that is ready to start: nothing is left to check, and no weight is loaded.
 
     weights: a learned policy's own; None for others. model: the name in results. dtype: the one that "auto" stands for.
-    chat: whether prompts are in the chat template, where the task allows it.
+    chat: whether prompts are in the chat template, where the task allows it. template: which; None without one.
+    end_tokens: what ends an answer.
     prompts: the samples asked for. Tasks take turns, and the next repeat begins when every document has had this one,
     so that a run stopped early has some of each.
     fingerprint: everything that may move a score; its hash is in the name of the folder.
@@ -54,7 +59,9 @@ class RunPlan:
     model: str
     dtype: str
     chat: bool
+    template: ChatTemplate | None
     thinking: thinking.Thinking
+    end_tokens: EndTokens
     tokenizer: PreTrainedTokenizerBase
     prepared: PreparedSuite
     tasks: Mapping[str, ConfigurableTask]
@@ -101,11 +108,16 @@ def make_plan(
     devices.check_device(settings.device)
     code = settings.trust_remote_code
     config = _once(shared, ("config", source, code), lambda: load.load_config(source, code))
-    tokenizer = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
-    load.check_vocabulary(tokenizer, config, model)
-    chat, own_chat = _chat(settings, checked, tokenizer, model)
-    with thinking.template_errors(model):
-        thoughts, own_thinking = _thinking(settings, tokenizer, chat, model)
+    brought = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
+    load.check_vocabulary(brought, config, model)
+    chat, own_chat = _chat(settings, checked, brought, model)
+    # Each way to use the template has a tokenizer of its own, because its template is changed.
+    tokenizer, template, thoughts, own_thinking = _once(
+        shared,
+        ("chat", source, code, chat, settings.chat_template, settings.thinking),
+        lambda: _in_template(settings, brought, chat, model),
+    )
+    ends = end_tokens(load.stated_end_tokens(source, config), tokenizer)
     if checked.chosen.policy.learned:
         phase("identifying the weights")
     ready = ready_policy(
@@ -128,12 +140,11 @@ def make_plan(
     def make_prompts() -> tuple[PreparedSuite, dict[str, ConfigurableTask], Prompts]:
         prepared = _prepare(settings, checked, tokenizer, chat, window)
         loaded = tasks.load_tasks(checked.suite, prepared)
-        prompts = Prompts(settings, checked, tokenizer, chat, thoughts, window, model)
+        prompts = Prompts(settings, checked, tokenizer, template, thoughts, window, model)
         prompts.make(loaded)
         return prepared, loaded, prompts
 
-    with thinking.template_errors(model):
-        prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
+    prepared, loaded, prompts = _once(shared, ("prompts", _prompt_settings(settings)), make_prompts)
     ready.check_budget(checked.budget, *(planned.compressible for planned in prompts.planned))
     load.check_ids((planned.prompt.ids for planned in prompts.planned), config, model)
 
@@ -156,7 +167,9 @@ def make_plan(
         model_weights=load.weights_hash(source, code),
         dtype=dtype,
         chat=chat,
+        template=template,
         thoughts=thoughts.on,
+        ends=ends,
         differs=differs,
     )
     folder = run_folder.run_folder(
@@ -176,7 +189,9 @@ def make_plan(
         model=model,
         dtype=dtype,
         chat=chat,
+        template=template,
         thinking=thoughts,
+        end_tokens=ends,
         tokenizer=tokenizer,
         prepared=prepared,
         tasks=loaded,
@@ -216,7 +231,7 @@ def _prompt_settings(settings: RunSettings) -> RunSettings:
 
 def _chat(settings: RunSettings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:
     """Whether the chat template is used, and whether the protocol by itself would use it."""
-    available = tasks.has_chat_template(tokenizer)
+    available = chat_template.has_chat_template(tokenizer)
     preset = checked.protocol.preset.chat
     if not available and (settings.chat == "on" or (settings.chat == "auto" and preset)):
         raise UserError(f"The tokenizer of {model} has no chat template: use --chat off.")
@@ -224,16 +239,24 @@ def _chat(settings: RunSettings, checked: Checked, tokenizer: PreTrainedTokenize
     return (own if settings.chat == "auto" else settings.chat == "on"), own
 
 
-def _thinking(
-    settings: RunSettings, tokenizer: PreTrainedTokenizerBase, chat: bool, model: str
-) -> tuple[thinking.Thinking, bool]:
-    """How the chat template treats thoughts, and whether it lets the model think by its own default."""
+def _in_template(
+    settings: RunSettings, brought: PreTrainedTokenizerBase, chat: bool, model: str
+) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None, thinking.Thinking, bool]:
+    """The tokenizer with the chosen template as this run uses it, and that template; how it treats thoughts, and
+    whether it lets the model think by its own default. brought: the tokenizer as it was loaded; it is left as it is."""
     if not chat:
         if settings.thinking == "on":
             raise UserError("Thinking is switched on in the chat template, and this run uses none (--chat off).")
-        return thinking.Thinking(), False
+        if settings.chat_template is not None:
+            raise UserError(
+                f"This run uses no chat template, so there is none to choose: leave out --chat-template "
+                f"{settings.chat_template}, or use --chat on."
+            )
+        return brought, None, thinking.Thinking(), False
+    tokenizer = copy.copy(brought)
+    template = chat_template.choose(tokenizer, settings.chat_template, model)
     own = thinking.template_default(tokenizer)
-    return thinking.set_switch(tokenizer, settings.thinking, model), own.on
+    return tokenizer, template, thinking.set_switch(tokenizer, settings.thinking, model), own.on
 
 
 def _limit_differs(checked: Checked, loaded: Mapping[str, ConfigurableTask]) -> Differences:

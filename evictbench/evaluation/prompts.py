@@ -13,6 +13,7 @@ from evictbench.evaluation.checks import Checked
 from evictbench.evaluation.settings import RunSettings
 from evictbench.evaluation.thinking import Thinking
 from evictbench.store.run_folder import Key
+from evictbench.suite.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -49,15 +50,15 @@ class PlannedSample:
 class Prompts:
     """Every prompt of a run that fits the window with its answer.
 
-    window: tokens that the model holds. model: its name, for sentences.
-    planned: the first answer to each prompt. answers_cut: task to the number of documents whose answers may have fewer
-    tokens than the task's card gives. overlong: task to the documents that do not fit and are left out.
+    template: the chat template; None for plain text. window: tokens that the model holds. model: its name, for
+    sentences. planned: the first answer to each prompt. answers_cut: task to the number of documents whose answers may
+    have fewer tokens than the task's card gives. overlong: task to the documents that do not fit and are left out.
     """
 
     settings: RunSettings
     checked: Checked
     tokenizer: PreTrainedTokenizerBase
-    chat: bool
+    template: ChatTemplate | None
     thinking: Thinking
     window: int
     model: str
@@ -75,10 +76,12 @@ class Prompts:
             for prompt in tasks.prompts(
                 task,
                 self.tokenizer,
-                chat=self.chat,
+                chat=self.template is not None,
                 context_field=checked.suite.context_field if checked.protocol.question == "unseen" else None,
                 limit=checked.limit,
                 thinking=self.thinking,
+                template=str(self.template),
+                suite=checked.suite.name,
             ):
                 self._add(prompt)
         if not self.planned:

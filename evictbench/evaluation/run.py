@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench.errors import NotFinite, RunFailed, UserError
-from evictbench.evaluation import tasks
+from evictbench.evaluation import full_cache, tasks
 from evictbench.evaluation.plan import RunPlan, make_plan
 from evictbench.evaluation.prompts import PlannedSample
 from evictbench.evaluation.settings import RunSettings
@@ -98,8 +98,11 @@ def run_plan(
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            summary = _summary(plan, folder)
+            doubts = list(full_cache.doubts_about(plan))
+            summary = _summary(plan, folder, doubts)
             folder.write_summary(summary)
+        for sentence in doubts:
+            watcher.warn(sentence)
     return Outcome(plan, summary, interrupted)
 
 
@@ -132,6 +135,7 @@ def load_generator(plan: RunPlan, load: Callable[[RunPlan], PreTrainedModel] = l
         chunk=settings.chunk,
         batch_size=settings.batch_size,
         seed=settings.seed,
+        ends=plan.end_tokens.ids,
     )
     return engine, machine.device_names(model)
 
@@ -152,6 +156,8 @@ def _generate(
         "commit": machine.commit(),
         "device": device,
         "batch_size": plan.settings.batch_size,
+        "chat_template": None if plan.template is None else plan.template.record,
+        "end_tokens": plan.end_tokens.record,
     }
     if unused is not None:
         session["unused_weights"] = unused.record
@@ -201,6 +207,8 @@ def _completions(
             border=planned.prompt.border,
             max_new_tokens=planned.max_new_tokens,
             stop=planned.prompt.stop,
+            ends=planned.prompt.ends,
+            min_new_tokens=planned.prompt.min_new_tokens,
             sampling=plan.checked.protocol.sampling,
             draw=planned.draw,
             thinking=planned.prompt.thinking.on,
@@ -326,7 +334,7 @@ def _unused_weights(folder: run_folder.RunFolder) -> list[str]:
     return list(dict.fromkeys(UnusedTensors(record["count"], tuple(record["first"])).sentence for record in records))
 
 
-def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
+def _summary(plan: RunPlan, folder: run_folder.RunFolder, doubts: Sequence[str]) -> dict[str, Any]:
     return {
         "fingerprint": folder.run["fingerprint"],
         "folder": str(folder.path),
@@ -335,7 +343,7 @@ def _summary(plan: RunPlan, folder: run_folder.RunFolder) -> dict[str, Any]:
         "answers_cut": dict(plan.answers_cut),
         "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
         "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
-        "warnings": [*_warnings(plan), *_unused_weights(folder)],
+        "warnings": [*_warnings(plan), *_unused_weights(folder), *doubts],
         # Read from the disk: Ctrl-C may come between writing a sample's line and counting it.
         **summarise(run_folder.read_samples(folder.path).values(), plan.asked, plan.settings.at),
     }

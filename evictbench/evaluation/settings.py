@@ -37,6 +37,7 @@ class RunSettings:
     chunk: int = 512
     max_new_tokens: str = "auto"
     chat: str = "auto"
+    chat_template: str | None = None
     protocol: str = "default"
     suite_version: str | None = None
     repeats: int | None = None

@@ -10,7 +10,6 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench import yaml_file
 from evictbench.errors import UserError
 from evictbench.evaluation.thinking import Thinking
+from evictbench.suite import chat_template
 from evictbench.suite.spec import PreparedSuite, Suite
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ METRIC, ANSWER = "score", "answer"
 
 ENCODED_TOGETHER = 16
 """Prompts encoded at a time, over all cores."""
-
-CHAT_DAY = date(2024, 7, 26)
-"""The date that chat templates are told, so that a prompt is the same every day."""
 
 FEWSHOT_SEED = 1234
 """lm-eval's own default for drawing examples, where a task has any."""
@@ -48,8 +45,9 @@ class Prompt:
     """One document as the model will read it.
 
     ids: token ids of the whole prompt. border: index of the first question token, None where the question is seen.
-    max_new_tokens: the task card's limit. stop: strings that end an answer. thinking: whether the answer may begin with
-    a thought.
+    max_new_tokens: the task card's limit. stop: strings that end an answer. ends: tokens that end it beside the
+    model's. min_new_tokens: tokens that come before an end token can. thinking: whether the answer may begin with a
+    thought.
     """
 
     task: str
@@ -59,6 +57,8 @@ class Prompt:
     max_new_tokens: int
     stop: tuple[str, ...]
     thinking: Thinking = NO_THOUGHT
+    ends: tuple[int, ...] = ()
+    min_new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,20 @@ def token_limit(task: ConfigurableTask) -> int:
     return int((task.config.generation_kwargs or {}).get("max_gen_toks", UNSTATED_LIMIT))
 
 
+def min_new_tokens(task: ConfigurableTask) -> int:
+    """The number of tokens before an end token can come: `min_new_tokens` in the task's YAML metadata."""
+    return int((task.config.metadata or {}).get("min_new_tokens", 0))
+
+
+def end_tokens(task: ConfigurableTask, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end an answer beside the model's: the last token of each text in `ends` of the task's YAML metadata.
+
+    A newline there is the token of a newline alone, and not, as a stop string, any token that holds one.
+    """
+    texts = _listed((task.config.metadata or {}).get("ends"))
+    return tuple(tokenizer.encode(text, add_special_tokens=False)[-1] for text in texts)
+
+
 def prompts(
     task: ConfigurableTask,
     tokenizer: PreTrainedTokenizerBase,
@@ -130,11 +144,14 @@ def prompts(
     context_field: str | None,
     limit: int | None,
     thinking: Thinking = NO_THOUGHT,
+    template: str = "The chat template",
+    suite: str = "",
 ) -> Iterator[Prompt]:
     """Render and encode a task's first `limit` documents, in the chat template if the task allows it.
 
     context_field: the document field at whose end the question begins; None where the question is seen.
-    thinking: how the chat template treats thoughts.
+    thinking: how the chat template treats thoughts. template, suite: their names, for sentences.
+    Raises UserError for a prompt that does not hold its document's text.
     """
     stop = tuple(text for text in _listed((task.config.generation_kwargs or {}).get("until")) if text)
     if not uses_chat(task):
@@ -142,17 +159,23 @@ def prompts(
     if not chat:
         thinking = NO_THOUGHT
     prefix = () if chat else _text_prefix(tokenizer)
+    end_ids = end_tokens(task, tokenizer)
     documents = enumerate(islice(task.task_docs, limit))
     while batch := list(islice(documents, ENCODED_TOGETHER)):
-        texts = [render(task, doc, tokenizer if chat else None, thinking.on) for _, doc in batch]
+        places = [f"{suite} {task.task_name}, sample {doc_id}".strip() for doc_id, _ in batch]
+        texts = [
+            render(task, doc, tokenizer if chat else None, thinking.on, template=template, where=where)
+            for where, (_, doc) in zip(places, batch, strict=True)
+        ]
         ends = None
         if context_field is not None:
             ends = [
-                _context_end(text, task.doc_to_text(doc), doc[context_field], task.task_name, doc_id)
-                for text, (doc_id, doc) in zip(texts, batch, strict=True)
+                _context_end(text, task.doc_to_text(doc), doc[context_field], where)
+                for text, where, (_, doc) in zip(texts, places, batch, strict=True)
             ]
         for (doc_id, _), (ids, border) in zip(batch, encode(texts, tokenizer, prefix, ends), strict=True):
-            yield Prompt(task.task_name, doc_id, array("I", ids), border, token_limit(task), stop, thinking)
+            limits = token_limit(task), stop, thinking, end_ids, min_new_tokens(task)
+            yield Prompt(task.task_name, doc_id, array("I", ids), border, *limits)
 
 
 def render(
@@ -160,8 +183,14 @@ def render(
     doc: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     thinking: bool = False,
+    *,
+    template: str = "The chat template",
+    where: str = "a document",
 ) -> str:
     """The whole prompt as text; in the chat template of `tokenizer`, if one is given.
+
+    template, where: for sentences, the template and the document. Raises UserError where the document's text is not in
+    the prompt.
 
     The answer prefix follows the assistant's header unchanged. (A template that were given it as an unfinished
     assistant turn might strip it, or put an empty thought before it.) With `thinking` there is no answer prefix.
@@ -171,10 +200,8 @@ def render(
         assert tokenizer is not None
         answer = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         turns = messages[:-1] if answer else messages
-        header = tokenizer.apply_chat_template(
-            turns, chat_template=_on_chat_day(tokenizer), tokenize=False, add_generation_prompt=True
-        )
-        return str(header) + answer
+        header = chat_template.render(tokenizer, turns, template=template, where=where, add_generation_prompt=True)
+        return header + answer
 
     context = task.fewshot_context(
         doc,
@@ -185,7 +212,10 @@ def render(
         gen_prefix=None if thinking else task.doc_to_prefix(doc) or None,
     )
     request = task.construct_requests(doc, context, metadata=(task.task_name, 0, 1))
-    return str(request.arguments[0])
+    prompt, asked = str(request.arguments[0]), task.doc_to_text(doc)
+    if isinstance(asked, str) and not chat_template.holds(prompt, asked):
+        raise UserError(f"The prompt of {where} does not hold the text of its document, so it would not be asked.")
+    return prompt
 
 
 def encode(
@@ -241,21 +271,6 @@ def score(task: ConfigurableTask, doc_id: int, text: str) -> GradedAnswer:
     return GradedAnswer(metrics[METRIC], metrics, answer)
 
 
-def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer brings a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def _on_chat_day(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template, its clock set to CHAT_DAY. (Templates take data from outside, no functions.)"""
-    template = str(tokenizer.get_chat_template())
-    if "strftime_now" not in template:
-        return template
-    codes = [f"%{code}" for code in ("-d", "-m", *"aAbBdHIjmMpSyY")]
-    replaced = "".join(f"|replace('{code}', '{CHAT_DAY.strftime(code)}')" for code in codes)
-    return f"{{%- macro strftime_now(format) -%}}{{{{ format{replaced} }}}}{{%- endmacro -%}}{template}"
-
-
 def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that the tokenizer puts in front of plain text: its BOS, or none. (`add_bos_token` is no sure sign.)"""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -266,10 +281,10 @@ def _text_prefix(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return ()
 
 
-def _context_end(text: str, user_text: str, context: str, task: str, doc_id: int) -> int:
+def _context_end(text: str, user_text: str, context: str, where: str) -> int:
     """The character at which the context ends in the rendered prompt, whose template may strip the user's turn.
 
-    Raises RuntimeError where the context does not stand in the prompt as it is.
+    Raises UserError where the context does not stand in the prompt as it is. where: the document, for the sentence.
     """
     context_start = user_text.find(context)
     blanks = len(user_text) - len(user_text.lstrip())
@@ -277,7 +292,10 @@ def _context_end(text: str, user_text: str, context: str, task: str, doc_id: int
         start = text.rfind(turn)
         if context_start >= 0 and start >= 0:
             return start + min(max(context_start + len(context) - cut, 0), len(turn))
-    raise RuntimeError(f"the context of {task}, sample {doc_id}, is not in its prompt as it stands in the document")
+    raise UserError(
+        f"The context of {where} does not stand in its prompt as in the document, so the border before the question "
+        "cannot be found: use --question seen."
+    )
 
 
 def _listed(value: Any) -> list[str]:

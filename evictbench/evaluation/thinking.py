@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from evictbench.errors import UserError, one_line
+from evictbench.errors import UserError
+from evictbench.suite.chat_template import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,17 +34,6 @@ class Answer:
 
     text: str
     thought: Literal["none", "closed", "unclosed"]
-
-
-@contextmanager
-def template_errors(model: str) -> Iterator[None]:
-    """Inside, what a chat template raises is a UserError. model: its name, for the sentence."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except TemplateError as error:
-        raise UserError(f"The chat template of {model} cannot be rendered: {one_line(error)}") from error
 
 
 def strip_thought(text: str, opened: bool) -> Answer:
@@ -130,4 +118,4 @@ def _tail(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _render(tokenizer: PreTrainedTokenizerBase, **switch: Any) -> str:
     turns = [{"role": "user", "content": PROBE}]
-    return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **switch))
+    return render(tokenizer, turns, add_generation_prompt=True, **switch)

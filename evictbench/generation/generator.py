@@ -4,13 +4,15 @@ finished row is replaced at once by the next prompt."""
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import NotFinite, UserError
 from evictbench.generation.batching import continuous_batching
-from evictbench.generation.runner import Costs, ModelRunner
+from evictbench.generation.end_tokens import end_tokens
+from evictbench.generation.runner import Costs, ModelRunner, write_on
 from evictbench.generation.sampling import NO_TOKEN, choose, uniform
 from evictbench.suite.spec import GREEDY, Sampling
 
@@ -30,9 +32,10 @@ class Request:
     """One prompt to answer.
 
     prompt: token ids, never encoded again. border: index of the first question token, where the context alone is
-    compressed; None: the whole prompt is. stop: strings that end the answer and are cut from it. draw: the sample, as
-    a number, and its repeat, from which random numbers are made. thinking: a <think> may be open, in the prompt or in
-    the answer; inside it no stop string ends anything.
+    compressed; None: the whole prompt is. stop: strings that end the answer and are cut from it. ends: tokens that end
+    it beside the model's. min_new_tokens: so many tokens come before an end token can. draw: the sample, as a number,
+    and its repeat, from which random numbers are made. thinking: a <think> may be open, in the prompt or in the answer;
+    inside it no stop string ends anything.
     """
 
     key: Hashable
@@ -40,6 +43,8 @@ class Request:
     border: int | None
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     sampling: Sampling = GREEDY
     draw: tuple[int, int] = (0, 0)
     thinking: bool = False
@@ -93,7 +98,7 @@ class Generator:
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
-    seed: of all random numbers.
+    seed: of all random numbers. ends: tokens that end an answer; None: those of the model and the tokenizer.
     Nothing lives between two calls of `run`. Raises UserError for an impossible budget; `run` raises NotFinite for a
     model or a policy that makes logits NaN.
     """
@@ -109,6 +114,7 @@ class Generator:
         chunk: int = 512,
         batch_size: int = 8,
         seed: int = 0,
+        ends: Collection[int] | None = None,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
@@ -116,7 +122,10 @@ class Generator:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.seed = seed
-        self._ends = _end_tokens(model, tokenizer)
+        if ends is None:
+            ends = end_tokens(getattr(model.generation_config, "eos_token_id", None), tokenizer).ids
+        self._ends = frozenset(ends)
+        self.runner.write_on = partial(write_on, model, ends=self._ends)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Answer every request; completions come as they finish, in any order."""
@@ -150,7 +159,16 @@ class Generator:
             self._take(row, token)
 
     def _choose(self, logits: Any, rows: list[_Row]) -> list[int]:
-        """The next token of each row."""
+        """The next token of each row; no end token where a row is not to end yet."""
+        banned = [
+            (index, sorted(self._ends.union(row.item.ends)))
+            for index, row in enumerate(rows)
+            if len(row.tokens) < row.item.min_new_tokens
+        ]
+        if banned:
+            logits = logits.clone()
+            for index, ends in banned:
+                logits[index, ends] = float("-inf")
         numbers = [uniform(self.seed, *row.item.draw, len(row.tokens)) for row in rows]
         return choose(logits, [row.item.sampling for row in rows], numbers)
 
@@ -158,7 +176,7 @@ class Generator:
         """Add a chosen token to a row, or end it. Raises NotFinite where none could be chosen."""
         if token == NO_TOKEN:
             raise NotFinite(row.item.key, len(row.tokens))
-        if token in self._ends:
+        if token in self._ends or token in row.item.ends:
             row.ended = True
             return
         row.tokens.append(token)
@@ -208,10 +226,3 @@ class Generator:
             decode_seconds=row.decode_seconds,
             decode_steps=row.decode_steps,
         )
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that end a sequence, from the model's generation config, else from the tokenizer."""
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return frozenset([ends] if isinstance(ends, int) else ends or [])

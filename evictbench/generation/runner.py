@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -144,16 +144,23 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def write_on(model: PreTrainedModel, prompt: Sequence[int], most: int, runner: ModelRunner | None = None) -> list[int]:
+def write_on(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    most: int,
+    runner: ModelRunner | None = None,
+    ends: Collection[int] | None = None,
+) -> list[int]:
     """The model's greedy answer to a prompt with nothing evicted: at most `most` tokens, without the end token.
 
-    runner: one for the full cache, if there is one.
+    runner: one for the full cache, if there is one. ends: tokens that end an answer; None: those that the model states.
     """
     if most < 1:
         return []
     runner = runner or ModelRunner(model, Everything(), None)
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
+    if ends is None:
+        stated = getattr(model.generation_config, "eos_token_id", None)
+        ends = stated if isinstance(stated, list) else [] if stated is None else [stated]
     written: list[int] = []
     with torch.no_grad():
         cache, logits = runner.prefill(prompt)

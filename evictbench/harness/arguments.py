@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.evaluation.tasks import UNSTATED_LIMIT
+from evictbench.suite import chat_template
 from evictbench.suite.spec import GREEDY, Sampling
 
 if TYPE_CHECKING:
@@ -48,16 +49,22 @@ def generation_settings(given: Mapping[str, Any], name: str) -> tuple[Sampling, 
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool = True,
+    *,
+    where: str = "a conversation",
 ) -> str:
-    """Messages in the chat template; without the generation prompt, the last message is left open to be continued."""
-    return str(
-        tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+    """Messages in the chat template; without the generation prompt, the last message is left open to be continued.
+
+    where: the document, for sentences. Raises UserError as `evictbench.suite.chat_template.render` does.
+    """
+    return chat_template.render(
+        tokenizer,
+        messages,
+        where=where,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
     )
 
 

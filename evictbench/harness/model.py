@@ -23,12 +23,14 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import thinking
 from evictbench.evaluation.settings import CHOICES
+from evictbench.generation.end_tokens import end_tokens
 from evictbench.generation.generator import Generator, Request
 from evictbench.generation.loglikelihood import Choice, ChoiceScorer
 from evictbench.harness.arguments import encode_text, generation_settings, render_chat
 from evictbench.models import bundled, load
 from evictbench.models.ready import ready_policy
 from evictbench.store import run_folder
+from evictbench.suite import chat_template as chat_templates
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -101,6 +103,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         self.seed = int(seed)
         self._switch = _word(thinking)
         self._thinking: Any = None
+        self._template_text: str | None = None
         self.model = load.load_model(self.source, str(device), str(dtype), trust_remote_code)
         self._device = self.model.device
         settings: dict[str, Any] = {
@@ -108,7 +111,10 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             "chunk": int(chunk),
             "batch_size": 8 if str(batch_size).startswith("auto") else int(batch_size),
         }
-        self._generator = Generator(self.model, self.tokenizer, self.policy, self.budget, seed=self.seed, **settings)
+        ends = end_tokens(getattr(self.model.generation_config, "eos_token_id", None), self.tokenizer)
+        self._generator = Generator(
+            self.model, self.tokenizer, self.policy, self.budget, seed=self.seed, ends=ends.ids, **settings
+        )
         self._scorer = ChoiceScorer(self.model, self.policy, self.budget, **settings)
         self.fingerprint = {
             "model": self.source.name,
@@ -119,6 +125,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             "prefill": prefill,
             "chunk": int(chunk),
             "thinking": self._switch,
+            **({} if ends.identity is None else {"end_tokens": ends.identity}),
             **({} if trained is None else {"policy_weights": trained.identity}),
         }
 
@@ -156,17 +163,28 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The chat template's text, for lm-eval's records."""
-        if chat_template and not self.tokenizer.chat_template:
-            raise UserError(f"The tokenizer of {self.source.name} has no chat template: drop --apply_chat_template.")
-        return super().chat_template(chat_template) if chat_template else None
+        """The chat template's text, for lm-eval's records. chat_template: its name, or True for the default."""
+        if not chat_template:
+            return None
+        self._choose_template(chat_template if isinstance(chat_template, str) else None)
+        return self._template_text
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the prompt's text."""
-        with thinking.template_errors(self.source.name):
-            if self._thinking is None:
-                self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
-            return render_chat(self.tokenizer, chat_history, add_generation_prompt)
+        self._choose_template(None)
+        return render_chat(self.tokenizer, chat_history, add_generation_prompt)
+
+    def _choose_template(self, name: str | None) -> None:
+        """Make the chat template ready when it is first asked for. name: None for the default one."""
+        if self._thinking is not None:
+            return
+        if not chat_templates.has_chat_template(self.tokenizer):
+            raise UserError(f"The tokenizer of {self.source.name} has no chat template: drop --apply_chat_template.")
+        chosen = chat_templates.choose(self.tokenizer, name, self.source.name)
+        self._template_text = chosen.text
+        self._thinking = thinking.set_switch(self.tokenizer, self._switch, self.source.name)
+        if chosen.identity is not None:
+            self.fingerprint["chat_template"] = chosen.identity
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Use lm-eval's response cache (--use_cache) if its answers come from this model, policy and budget.

@@ -13,6 +13,7 @@ from evictbench import hub
 from evictbench.errors import UserError, first_line
 from evictbench.evaluation import tasks, thinking
 from evictbench.harness.arguments import SCORED, encode_pair, render_chat
+from evictbench.suite import chat_template
 from evictbench.suite.datasets import Documents, hub_cache_only
 from evictbench.suite.spec import PreparedSuite, SuiteRequest
 from evictbench.suite.tasks import prepared_documents
@@ -65,8 +66,8 @@ def grade(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
 def prepare(manager: TaskManager, names: Sequence[str], request: SuiteRequest) -> PreparedSuite:
     """The tasks' documents as finished prompts.
 
-    Raises UserError for data that cannot be had, for tasks without a metric that is a mean, and for prompts that open
-    a thought.
+    Raises UserError for data that cannot be had, for tasks without a metric that is a mean, for prompts that open a
+    thought, and for those that do not hold their document's text.
     """
     if request.chat and thinking.template_default(request.tokenizer).on:
         raise UserError(
@@ -90,6 +91,8 @@ def prepare(manager: TaskManager, names: Sequence[str], request: SuiteRequest) -
         config = task.config
         origin = " ".join(str(part) for part in (config.dataset_path, config.dataset_name) if part)
         data[f"{name} ({origin})"] = f"sha256:{_hash(task)}"
+        if request.chat and config.description and not chat_template.takes_system(request.tokenizer):
+            data[f"{name}, description"] = "in the first user's turn"  # the template has no system role
     return PreparedSuite(tasks=tuple(prepared), metadata={"lm_eval_documents": prepared}, data=data)
 
 
@@ -110,10 +113,10 @@ def _load(manager: TaskManager, name: str) -> ConfigurableTask:
 
 def _document(task: ConfigurableTask, doc_id: int, request: SuiteRequest) -> dict[str, Any]:
     """A document with its finished prompt and, for log-likelihood tasks, the token ids of every choice."""
-    doc = task.task_docs[doc_id]
+    doc, where = task.task_docs[doc_id], f"lm-eval's {task.task_name}, sample {doc_id}"
     chat = {
         "apply_chat_template": request.chat,
-        "chat_template": partial(render_chat, request.tokenizer) if request.chat else None,
+        "chat_template": partial(render_chat, request.tokenizer, where=where) if request.chat else None,
     }
     context = task.fewshot_context(
         doc,
@@ -124,6 +127,10 @@ def _document(task: ConfigurableTask, doc_id: int, request: SuiteRequest) -> dic
     )
     constructed = task.construct_requests(doc, context, metadata=(task.task_name, doc_id, 1), **chat)
     requests = constructed if isinstance(constructed, list) else [constructed]
+    asked = task.doc_to_text(doc)
+    contexts = [str(each.args[0]) for each in requests if each.args[0]]  # an empty one has a sentence of its own
+    if isinstance(asked, str) and not all(chat_template.holds(context, asked) for context in contexts):
+        raise UserError(f"The prompt of {where} does not hold the text of its document, so it would not be asked.")
     finished = {
         "index": doc_id,
         "input": str(requests[0].args[0]),

@@ -178,6 +178,18 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
     return tokenizer
 
 
+def stated_end_tokens(source: Source, config: PretrainedConfig) -> int | list[int] | None:
+    """`eos_token_id` of the generation config that comes with the model; where none does, of its config."""
+    from transformers import GenerationConfig
+
+    folder = _folder(source)
+    if (folder / "generation_config.json").is_file():
+        stated = _from_pretrained(GenerationConfig, source, folder, False).eos_token_id
+    else:
+        stated = GenerationConfig.from_model_config(config).eos_token_id
+    return stated if isinstance(stated, int | list | None) else list(stated)
+
+
 def load_model(
     source: Source, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:

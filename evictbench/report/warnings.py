@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evictbench.policy.budget import Budget
-from evictbench.store.select import budget_bounds, text_of
+from evictbench.store.doubts import doubts
+from evictbench.store.select import FULL, budget_bounds, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +33,8 @@ class Notice:
 
 
 def warnings(samples: pd.DataFrame, board: Board) -> Iterator[Notice]:
-    """Arms above the full cache, occupancy past the budget, answers cut off, tables of different tasks."""
+    """A doubtful full cache, arms above it, occupancy past the budget, answers cut off, tables of different tasks."""
+    yield from _doubtful_full(samples)
     yield from _above_full(board)
     yield from _past_budget(samples)
     for row in board.rows:
@@ -43,6 +45,15 @@ def warnings(samples: pd.DataFrame, board: Board) -> Iterator[Notice]:
             )
             yield Notice("answers cut off", text, row.run)
     yield from _different_tasks(samples)
+
+
+def _doubtful_full(samples: pd.DataFrame) -> Iterator[Notice]:
+    columns = ["task", "score", "output_tokens", "token_limit", "truncated"]
+    full = samples[samples["policy_name"].astype(str) == FULL]
+    for mark, run in full.groupby("fingerprint", observed=True):
+        where = f"{run['suite'].iloc[0]}, {run['model'].iloc[0]}"
+        for sentence in doubts(run[columns].to_dict("records")):
+            yield Notice("full cache in doubt", f"{where}: {sentence}", str(mark))
 
 
 def _above_full(board: Board) -> Iterator[Notice]:

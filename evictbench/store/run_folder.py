@@ -77,7 +77,7 @@ class RunFolder:
             changes = [
                 f"Earlier samples in {self.path} were made with {name} {known.get(name)}, these with {value}."
                 for name, value in session.items()
-                if name != "started" and known.get(name) != value
+                if name != "started" and name in known and known[name] != value
             ]
         before.append(dict(session))
         self.session = len(before) - 1

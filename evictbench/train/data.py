@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench import hub
-from evictbench.errors import UserError
+from evictbench.errors import UserError, first_line
 from evictbench.store.files import write_json
 from evictbench.suite.datasets import hub_cache_only, read
 
@@ -250,7 +250,12 @@ def text_of(record: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenize
     if isinstance(record.get("messages"), list):
         if not tokenizer.chat_template:
             raise UserError(f"{where} is a conversation, and the tokenizer has no chat template to write it in.")
-        return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+        try:
+            return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+        except Exception as error:  # templates raise what they like
+            raise UserError(
+                f"{where} cannot be written in the tokenizer's chat template: {first_line(error).rstrip('.')}."
+            ) from error
     question, answer = record.get("question"), record.get("answer")
     if isinstance(question, str) and isinstance(answer, str):
         return solved_problem(question, answer)

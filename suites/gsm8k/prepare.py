@@ -74,7 +74,7 @@ def documents(task: str, gsm8k_documents: dict[str, Documents] | None = None, **
 
 def _documents(prompt: Callable[[str], str], problems: list[Record]) -> Documents:
     def make(index: int, problem: Record) -> Record:
-        return {"index": index, "input": prompt(problem["question"]), "gen_prefix": "", "answer": problem["answer"]}
+        return {"index": index, "input": prompt(problem["question"]), "gen_prefix": "", **problem}
 
     return Documents(problems, make)
 

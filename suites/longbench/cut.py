@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.suite.chat_template import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +83,7 @@ class Cutter:
 
     def _in_template(self, text: str, **options: Any) -> str:
         turn = [{"role": "user", "content": text}]
-        return str(self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **options))
+        return render(self.tokenizer, turn, add_generation_prompt=True, **options)
 
 
 def cut(text: Text, limit: int, tokenizer: PreTrainedTokenizerBase) -> Text:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench.errors import UserError
+from evictbench.suite.chat_template import render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,8 +91,7 @@ class Meter:
 
     def _chat_text(self, text: str, **options: Any) -> str:
         turn = [{"role": "user", "content": text}]
-        rendered = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **options)
-        return str(rendered)
+        return render(self.tokenizer, turn, add_generation_prompt=True, **options)
 
     def _template_reserve(self) -> int:
         """Tokens to keep free for the longest form of a template that can switch thinking on and off."""

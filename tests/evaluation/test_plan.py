@@ -121,6 +121,76 @@ def test_a_tokenizer_without_template_cannot_chat(settings, tmp_path):
         make_plan(changed(settings, model=str(folder), chat="on"))
 
 
+PLAIN_TURNS = (
+    "{% for m in messages %}<user>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+PARTS = "{% for m in messages %}<user>{% for p in m['content'] %}{{ p['text'] }}{% endfor %}<bot>{% endfor %}"
+SWITCH = PLAIN_TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def with_templates(folder, default, **named):
+    """A model folder with a default template, or none, and others by name."""
+    folder = make_model(folder, weights=False)
+    (folder / "chat_template.jinja").unlink()
+    if default is not None:
+        (folder / "chat_template.jinja").write_text(default)
+    others = folder / "additional_chat_templates"
+    others.mkdir()
+    for name, template in named.items():
+        (others / f"{name}.jinja").write_text(template)
+    return folder
+
+
+def test_a_chat_template_is_chosen_and_is_in_the_fingerprint_where_it_is_not_the_default(settings, tmp_path):
+    folder = with_templates(tmp_path / "several", PLAIN_TURNS, rag=PLAIN_TURNS + "Well: ", vision=PARTS)
+    settings = changed(settings, model=str(folder), tasks="toy_recall")
+    shared = {}
+    plans = {name: make_plan(changed(settings, chat_template=name), shared=shared) for name in (None, "rag", "vision")}
+    texts = {name: plan.tokenizer.decode(plan.prompts[0].prompt.ids) for name, plan in plans.items()}
+    assert len({run_folder.fingerprint_hash(plan.fingerprint) for plan in plans.values()}) == 3
+    assert "chat_template" not in plans[None].fingerprint["protocol"]
+    assert plans["rag"].fingerprint["protocol"]["chat_template"].startswith("rag sha256:")
+    assert plans["vision"].fingerprint["protocol"]["chat_template"].endswith("(content in parts)")
+    assert "<bot>Well: It was" in texts["rag"]
+    assert texts["vision"].removeprefix("<user>").startswith("Remember this.")
+    assert texts[None] == texts["rag"].replace("Well: ", "")
+    again = make_plan(settings)  # nothing that others chose is left behind
+    assert again.fingerprint == plans[None].fingerprint
+
+
+def test_several_chat_templates_without_a_default_are_named(settings, tmp_path):
+    folder = with_templates(tmp_path / "several", None, rag=PLAIN_TURNS, chat=PLAIN_TURNS)
+    settings = changed(settings, model=str(folder))
+    with pytest.raises(UserError, match="several chat templates and no default: choose one of chat, rag with --chat-t"):
+        make_plan(settings)
+    assert make_plan(changed(settings, chat_template="rag")).template.name == "rag"
+    assert make_plan(changed(settings, chat="off")).template is None
+    with pytest.raises(UserError, match="so there is none to choose: leave out --chat-template rag"):
+        make_plan(changed(settings, chat="off", chat_template="rag"))
+
+
+def test_cells_that_share_a_tokenizer_do_not_change_each_others_template(settings, tmp_path):
+    """What the first cell's switch does to the template is not taken for the template's own default by the second."""
+    folder = with_templates(tmp_path / "thinker", SWITCH)
+    settings = changed(settings, model=str(folder), thinking="off")
+    shared = {}
+    first, second = (make_plan(changed(settings, budget=budget), shared=shared) for budget in ("16", "17"))
+    auto = make_plan(changed(settings, thinking="auto"), shared=shared)
+    assert first.differs == second.differs == {"thinking": (False, True)}
+    assert auto.differs == {}
+    assert auto.thinking.on
+
+
+def test_end_tokens_are_in_the_fingerprint_where_the_model_does_not_state_them_all(settings, model, tmp_path):
+    assert "end_tokens" not in make_plan(settings).fingerprint["protocol"]
+    folder = make_model(tmp_path / "base", weights=False, eos_token_id=7)
+    plan = make_plan(changed(settings, model=str(folder)))
+    assert plan.fingerprint["protocol"]["end_tokens"] == "7, 263"
+    assert plan.end_tokens.record.endswith("(7), </s> (263)")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 263]}')
+    assert "end_tokens" not in make_plan(changed(settings, model=str(folder))).fingerprint["protocol"]
+
+
 def test_a_suite_without_questions_is_seen(settings, monkeypatch):
     from evictbench import registry
 

@@ -100,18 +100,18 @@ def test_the_border_is_in_tokens_also_where_letters_are_several():
 def test_blanks_that_a_template_strips_do_not_move_the_border():
     user = "  The context. What?\n"
     rendered = "<s><user>The context. What?</s><bot>"
-    end = tasks._context_end(rendered, user, "  The context.", "toy_recall", 0)
+    end = tasks._context_end(rendered, user, "  The context.", "toy_recall, sample 0")
     assert rendered[:end] == "<s><user>The context."
 
 
 def test_a_context_that_is_not_in_its_prompt_is_an_error():
-    with pytest.raises(RuntimeError, match="the context of toy_recall, sample 3"):
-        tasks._context_end("something else", "The context. What?", "The context.", "toy_recall", 3)
+    with pytest.raises(UserError, match="The context of toy_recall, sample 3"):
+        tasks._context_end("something else", "The context. What?", "The context.", "toy_recall, sample 3")
 
 
 def test_a_context_told_before_by_the_template_does_not_catch_the_border():
     rendered = "A. B?|A. B?"
-    end = tasks._context_end(rendered, "A. B?", "A.", "toy_recall", 0)
+    end = tasks._context_end(rendered, "A. B?", "A.", "toy_recall, sample 0")
     assert end == len("A. B?|A.")
 
 

@@ -310,7 +310,7 @@ def test_b4_shortened_answers_are_warned_of_and_written(settings):
 def test_samples_of_other_prompts_are_not_mixed_in(settings, monkeypatch):
     outcome, _, _ = go(dataclasses.replace(settings, limit=1))
     render = tasks.render
-    monkeypatch.setattr(tasks, "render", lambda *arguments: render(*arguments) + " indeed")
+    monkeypatch.setattr(tasks, "render", lambda *given, **named: render(*given, **named) + " indeed")
     with pytest.raises(UserError, match="holds samples of other prompts than this command makes") as refusal:
         go(settings)
     assert str(outcome.plan.folder) in str(refusal.value)
@@ -326,6 +326,27 @@ def test_b10_an_answer_of_no_tokens_is_a_sample_like_any_other(settings):
     assert outcome.summary["mean"]["score"] == 0.0
     assert outcome.summary["mean"]["output_tokens"] == 0
     assert outcome.summary["mean"]["decode_tokens_per_second"] is None
+
+
+def test_a_full_cache_that_says_nothing_is_remarked_upon_in_its_run_and_in_those_beside_it(settings):
+    class Silent(FakeGenerator):
+        def answer(self, request):
+            return dataclasses.replace(super().answer(request), tokens=(), text="", decode_steps=0)
+
+    settings = dataclasses.replace(settings, tasks="toy_recall", limit=10)
+    full = dataclasses.replace(settings, policy="full", budget=None)
+    sentence = "toy_recall: 10 of 10 answers of the full cache are wrong and at most one token long"
+    outcome, watch, _ = go(settings)
+    assert not outcome.summary["warnings"]
+    watch = Watch()
+    outcome = run(full, watch, lambda plan: (Silent(plan.tokenizer), "cpu"))
+    (found,) = watch.warnings
+    assert found.startswith(sentence)
+    assert outcome.summary["warnings"] == [found]
+    outcome, watch, _ = go(settings)
+    assert watch.warnings == outcome.summary["warnings"] == [found]
+    outcome, watch, _ = go(dataclasses.replace(settings, seed=1))
+    assert not watch.warnings  # the full cache has not answered these prompts
 
 
 def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):

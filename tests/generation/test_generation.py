@@ -20,6 +20,7 @@ from evictbench.policies.streaming_llm import StreamingLLM
 from evictbench.policies.tova import TOVA
 from evictbench.policy import Policy
 from evictbench.policy.budget import Budget
+from evictbench.suite.spec import GREEDY, Sampling
 from twin import tiny_model
 
 pytestmark = pytest.mark.engine
@@ -244,3 +245,34 @@ def test_d4_the_peak_is_of_this_prompt_alone() -> None:
     assert both[1].prefill_peak_bytes == alone[1].prefill_peak_bytes
     assert both[0].prefill_peak_bytes > 5 * both[1].prefill_peak_bytes
     assert both[0].cache_bytes == both[1].cache_bytes
+
+
+@pytest.mark.parametrize(("policy", "budget"), POLICIES[::3], ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7)], ids=["greedy", "sampled"])
+def test_no_end_token_comes_before_its_time(policy: Policy, budget: str | None, sampling: Sampling) -> None:
+    """What would end an answer at once is passed over, row by row, for as many tokens as asked; then it ends it."""
+    plain = next(generator(policy, budget).run([Request(0, prompt(40), None, 9, sampling=sampling)]))
+    model_end, own_end = plain.tokens[0], plain.tokens[1]
+    requests = [
+        Request(0, prompt(40), None, 9, sampling=sampling, ends=(own_end,)),
+        Request(1, prompt(40), None, 9, sampling=sampling, ends=(own_end,), min_new_tokens=1),
+        Request(2, prompt(40), None, 9, sampling=sampling, ends=(own_end,), min_new_tokens=9),
+    ]
+    alone = by_key(generator(policy, budget, eos=model_end, batch_size=1).run(requests))
+    together = by_key(generator(policy, budget, eos=model_end, batch_size=4).run(requests))
+    assert {key: one.tokens for key, one in together.items()} == {key: one.tokens for key, one in alone.items()}
+    assert together[0].tokens == ()
+    assert len(together[1].tokens) >= 1
+    assert not {model_end, own_end} & set(together[1].tokens)
+    assert len(together[2].tokens) == 9
+    assert not {model_end, own_end} & set(together[2].tokens)
+
+
+def test_the_only_likely_tokens_may_be_banned() -> None:
+    """Greedy takes the likeliest of those that are left, which the logits of a plain run name."""
+    ours = generator(Full(), None)
+    _, logits = ours.runner.prefill(prompt(20))
+    ranked = [int(token) for token in logits.argsort(descending=True)]
+    for banned in (1, 2, 5):
+        request = Request(0, prompt(20), None, 1, ends=tuple(ranked[:banned]), min_new_tokens=1)
+        assert next(generator(Full(), None).run([request])).tokens == (ranked[banned],)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.conftest import QUESTIONS
 from lm_eval import simple_evaluate
 
 from evictbench.errors import UserError
@@ -14,7 +15,9 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.harness.model import EvictBenchLM
 from evictbench.harness.suite import suite_for
+from evictbench.models.load import load_tokenizer, resolve
 from evictbench.store import run_folder
+from evictbench.suite import SuiteRequest
 
 
 class Quiet:
@@ -166,3 +169,29 @@ def reference_scores(folder: Path, path: Path, **arguments: Any) -> list[float]:
     manager = TaskManager(include_path=str(path.parent), include_defaults=False)
     found = reference(folder, manager, path.stem, **arguments)
     return [pair[0][0] for line in found for pair in line["resps"]]
+
+
+@pytest.mark.parametrize("task", ["tiny_gen", "tiny_choice"])
+def test_a_description_is_in_the_prompt_whatever_the_template_has(
+    folder: Path, task_folder: Path, tmp_path: Path, task: str
+) -> None:
+    """As the system's message, or before the user's text; the prompt of a template that loses a text is refused."""
+    path = tmp_path / f"{task}.yaml"
+    path.write_text((task_folder / path.name).read_text() + 'description: "Answer in a word."\n')
+    turns = "{% for m in messages%}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + turns
+    drops = turns.replace("messages%}", "messages if m['role'] != 'system' %}")
+    for template, moved in ((turns, False), (refuses, True), (drops, True)):
+        tokenizer = load_tokenizer(resolve(str(folder)))
+        tokenizer.chat_template = template
+        prepared = suite_for(str(path)).prepare(SuiteRequest(tokenizer, chat=True))
+        (documents,) = prepared.metadata["lm_eval_documents"].values()
+        for doc, (question, *_) in zip(documents, QUESTIONS, strict=True):
+            asked = doc["input"].rpartition("<user>")[2]
+            assert question in asked
+            assert asked.startswith("Answer in a word.") == moved
+            assert doc["input"].startswith("<user>" if moved else "<system>Answer in a word.")
+        assert (prepared.data.get(f"{task}, description") is not None) == moved
+    tokenizer.chat_template = turns.replace("m['content']", "m['content'].replace('note', '')")
+    with pytest.raises(UserError, match=f"The chat template leaves out .* of the user .lm-eval's {task}, sample 0"):
+        suite_for(str(path)).prepare(SuiteRequest(tokenizer, chat=True))

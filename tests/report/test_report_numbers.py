@@ -5,6 +5,7 @@ from plot.plot_records import sample, write_run
 
 import evictbench
 from evictbench.report.tables import leaderboard
+from evictbench.report.warnings import warnings
 
 
 def test_repeats_are_no_new_documents(tmp_path):
@@ -63,3 +64,13 @@ def test_an_interval_of_differences_stays_within_what_scores_allow(tmp_path, tas
             assert abs(row.versus.value) == pytest.approx(0.9)
             assert low == -1.0
             assert -0.9 < high < 0
+
+
+def test_a_full_cache_that_says_nothing_is_a_warning(tmp_path):
+    silent = [sample(doc, 0.0, output_tokens=0) for doc in range(12)]
+    write_run(tmp_path, silent, policy="full", budget=None)
+    write_run(tmp_path, silent, policy="h2o", budget="64")
+    samples = evictbench.results(tmp_path)
+    (notice,) = [each for each in warnings(samples, leaderboard(samples)) if each.kind == "full cache in doubt"]
+    assert "12 of 12 answers of the full cache are wrong and at most one token long" in notice.text
+    assert notice.run == samples[samples["policy"] == "full"]["fingerprint"].iloc[0]

@@ -43,7 +43,7 @@ def test_documents(prepare):
         docs = list(task.eval_docs)
         assert [doc["answer"] for doc in docs] == ["5", "2000", "-3"]
         assert [doc["index"] for doc in docs] == [0, 1, 2]
-        assert tasks.version_of(task) == "1.0"
+        assert tasks.version_of(task) == "1.1"
         assert tasks.score(task, 1, "The answer is 2,000.").score == 1.0, name
         assert list(task.aggregation()) == ["score", "flexible"]
 
