@@ -85,14 +85,14 @@ class CacheLayer(CacheLayerMixin):
         return carry(key_states, self), value_states
 
     def check_positions(self, positions: Tensor | None) -> None:
-        """Raise UserError for a chunk of new tokens that begins before what a row has seen: it is another text.
+        """Raise UserError for new tokens that begin before what a row has seen: it is another text.
 
-        positions: `[1 or rows, new]`; None: nobody knows them. Only chunks after the prompt are looked at, so that
-        decoding never waits for a device.
+        positions: `[1 or rows, new]`; None: nobody knows them. On a GPU only chunks after the prompt are looked at, so
+        that decoding never waits for it.
         """
-        if self.index or positions is None or positions.dim() != 2 or positions.shape[1] == 1:
+        if self.index or positions is None or positions.dim() != 2 or not self.cache.prompt_done:
             return
-        if self.cache.prompt_done:
+        if positions.shape[1] > 1 or positions.is_cpu:
             self.awaits_attention = False  # a cache that refuses a text can go on with its own
             self.cache.check_positions(positions)
 
