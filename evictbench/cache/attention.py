@@ -141,7 +141,10 @@ def attend(
 
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask = _without_our_cache(key, attention_mask)
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
+    return attended
 
 
 def _without_our_cache(key: Tensor, real: Tensor) -> Tensor | None:

@@ -31,12 +31,11 @@ def EvictionCache(
     """A transformers cache under an eviction policy, for `model.generate(..., cache=...)` or a loop of one's own.
 
     model: the model that will be given the cache. Its attention implementation is set to "evictbench", which is "sdpa"
-    in every pass without a cache of evictbench. policy: a name
-    with settings such as "kvpop_mlp:label=max", "file.py:Class", or an object. budget: entries per KV head that a
-    decode query may see, itself included, or a share of the prompt such as "25%". prefill: "native" (the policy's own
-    mode), "dense" or "bounded". prompt_length: tokens until the prompt ends and is cut for good; None: the first
-    forward pass is the prompt. weights: of a learned policy, a folder or a hub id; None: those that come with it. rows:
-    room for so many sequences that are admitted one by one.
+    in every pass without a cache of evictbench. policy: a name with settings such as "kvpop_mlp:label=max",
+    "file.py:Class", or an object. budget: entries per KV head that a decode query may see, itself included, or a share
+    of the prompt such as "25%". prefill: "native" (the policy's own mode), "dense" or "bounded". prompt_length: tokens
+    until the prompt ends and is cut for good; None: the first forward pass is the prompt. weights: of a learned policy,
+    a folder or a hub id; None: those that come with it. rows: room for so many sequences that are admitted one by one.
 
     A cache serves one generation. `copy.deepcopy` of a cache that has read a context serves another question about it.
     Raises UserError for a model that is not supported, and for a policy, weights or a budget that do not exist or do

@@ -217,7 +217,12 @@ def test_what_is_no_model_is_a_sentence(model: Any) -> None:
 
 def test_a_model_that_is_not_supported_is_refused_and_left_as_it_was() -> None:
     config = CONFIG_MAPPING["mistral"](
-        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, sliding_window=8
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
     )
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=r"sliding-window attention of 8 tokens \(layers 0-1\)"):

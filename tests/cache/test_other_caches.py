@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache, StaticCache
-from transformers import CONFIG_MAPPING
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    StaticCache,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,7 +46,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": WINDOWS}
-"""One family without sliding windows, and one with them: no cache of ours can be made of it, but `use` can be called."""
+"""One family without sliding windows, and one with them, of which no cache of ours can be made: `use` is called."""
 
 TEXT = torch.randint(1, 97, (1, 20), generator=torch.Generator().manual_seed(0))
 TWO = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -215,7 +221,8 @@ def test_a_model_from_another_process_is_registered_again(monkeypatch: pytest.Mo
     for known in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         names = {name: known[name] for name in known if name != attention.NAME}
         monkeypatch.setattr(type(known), "_global_mapping", names)
-    assert attention.NAME not in AttentionInterface() and attention.NAME not in AttentionMaskInterface()
+    assert attention.NAME not in AttentionInterface()
+    assert attention.NAME not in AttentionMaskInterface()
     assert torch.equal(generate(model, cache=EvictionCache(model, "h2o", budget=8)), wanted)
 
 
@@ -242,7 +249,11 @@ def test_gradient_checkpointing_leaves_out_a_new_cache_of_ours() -> None:
     [
         ({}, {"attention_mask": HOLE[None, None]}, "not one of 4 dimensions"),
         ({"is_causal": False}, {}, "masks more than the future and padding"),
-        ({"max_position_embeddings": 16, "sliding_window": 16}, {}, "attend to the last 16 tokens, and the text has 20"),
+        (
+            {"max_position_embeddings": 16, "sliding_window": 16},
+            {},
+            "to the last 16 tokens, and the text has 20",
+        ),
         ({"max_position_embeddings": 20, "sliding_window": 20}, {}, None),
     ],
 )

@@ -41,7 +41,9 @@ def test_program(block, request, tiny, tmp_path, monkeypatch):
 def sums(folder):
     """An lm-eval task of two questions in a file, in the place of one that a network would be asked for."""
     data = folder / "sums.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{'1 + ' * i}1 =", "answer": f"{i + 1}"}) + "\n" for i in (1, 200)))
+    data.write_text(
+        "".join(json.dumps({"question": f"{'1 + ' * i}1 =", "answer": f"{i + 1}"}) + "\n" for i in (1, 200))
+    )
     return {
         "task": "sums",
         "dataset_path": "json",
