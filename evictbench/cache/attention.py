@@ -139,24 +139,25 @@ def attend(
             return output.transpose(1, 2), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if attention_mask is not None and attention_mask.dim() == 2:
-        attention_mask = _without_our_cache(key, attention_mask)
+    text_length: int | None = getattr(attention_mask, "text_length", None)
+    if attention_mask is not None and text_length is not None:
+        attention_mask = _without_our_cache(attention_mask, text_length)
     attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     return attended
 
 
-def _without_our_cache(key: Tensor, real: Tensor) -> Tensor | None:
-    """sdpa's mask where transformers has left our cache out after the mask was made: training with checkpoints.
+def _without_our_cache(real: Tensor, text_length: int) -> Tensor | None:
+    """sdpa's mask in place of a `new_token_mask` whose cache transformers has left out: training with checkpoints.
 
     Raises UserError if the cache had seen tokens, which would be lost.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     rows, tokens = real.shape
-    if getattr(real, "text_length", tokens) != tokens:
+    if text_length != tokens:
         raise UserError("Gradient checkpointing leaves out the cache, and this one has seen tokens: train without it.")
     sizes = {"batch_size": rows, "q_length": tokens, "kv_length": tokens}
-    sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**sizes, attention_mask=real, device=key.device)
+    sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**sizes, attention_mask=real, device=real.device)
     return sdpa_mask
