@@ -1,8 +1,8 @@
 """The attention function that transformers calls in every layer.
 
-It is registered under the name "evictbench", beside a mask function. Both know a pass through a cache of ours: its
-`MaskLength` comes to the mask function, and the keys that the model passes are the new ones and carry the cache layer,
-which does the rest. Every other pass, with whatever cache or none, is transformers' own "sdpa" in both.
+It is registered under the name "evictbench", beside a mask function. Both know a pass through a cache of ours: it
+says `OURS` to the mask function, and the keys that the model passes are the new ones and carry the cache layer, which
+does the rest. Every other pass, with whatever cache or none, is transformers' own "sdpa" in both.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ attention module, the rotated query `[rows, heads, S, head_dim]`, the key and th
 and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None for transformers' own attention."""
 
 
-class MaskLength(int):
-    """How many keys a mask would have, as a cache of ours tells transformers: the mask function knows it by this."""
+OURS = -1
+"""Where the keys begin, as a cache of ours tells transformers: the mask function knows it by this. Those of transformers
+say 0 or more. A plain number, so that a compiled model can carry it."""
 
 
 class AttendingLayer(Protocol):
@@ -70,7 +71,8 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     Arguments as transformers gives them to a mask function. Raises UserError for a cache of ours if the model masks
     more than the future and padding.
     """
-    if not isinstance(kwargs.get("kv_length"), MaskLength):
+    offset = kwargs.get("kv_offset")
+    if not (isinstance(offset, int) and offset == OURS):
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
         sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from evictbench.cache import hooks
-from evictbench.cache.attention import MaskLength, carry, use
+from evictbench.cache.attention import OURS, carry, use
 from evictbench.cache.clock import POLICY, REST, SIGNALS, Clock, NullClock
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
 from evictbench.cache.rows import Sequence
@@ -119,7 +119,7 @@ class CacheLayer(CacheLayerMixin):
         """Nothing: buffers are made when the first pass begins."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes by which transformers would make a mask. Ours only says which new tokens are not padding."""
+        """As of the cache."""
         return self.cache.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
@@ -390,10 +390,11 @@ class KVCache(Cache, ABC):
     # What transformers may ask.
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """The sizes by which transformers would make a mask. Raises UserError for a pass without a new token."""
+        """How many keys a mask would have, and the number by which `attention.mask` knows a cache of ours. Raises
+        UserError for a pass without a new token."""
         if query_length == 0:
             raise self._second_text()
-        return MaskLength(self.columns + query_length), 0
+        return self.columns + query_length, OURS
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, not kept; padding of a left-padded batch included."""

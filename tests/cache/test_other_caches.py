@@ -161,7 +161,7 @@ def test_the_output_is_that_of_sdpa(family: str, case: str) -> None:
 
 def test_it_compiles_to_one_graph_as_sdpa_does() -> None:
     query, key = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 3, 16)
-    module = model_of().model.layers[0].self_attn
+    module = made("llama").model.layers[0].self_attn
     whole = torch.compile(attention.attend, backend="eager", fullgraph=True)
     found, wanted = whole(module, query, key, key, None), ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, key, None)
     assert torch.equal(found[0], wanted[0])
