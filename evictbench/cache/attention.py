@@ -27,8 +27,8 @@ and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None fo
 
 
 OURS = -1
-"""Where the keys begin, as a cache of ours tells transformers: the mask function knows it by this. Other caches say 0 or
-more. A plain number, so that a compiled model can carry it."""
+"""Where the keys begin, as a cache of ours tells transformers: the mask function knows it by this. Other caches say 0
+or more. A plain number, so that a compiled model can carry it."""
 
 
 class AttendingLayer(Protocol):
