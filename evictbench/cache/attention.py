@@ -1,7 +1,8 @@
 """The attention function that transformers calls in every layer.
 
-It is registered under the name "evictbench". The keys that the model passes are the new ones, and they carry the cache
-layer, which does the rest; without a cache this is plain causal attention.
+It is registered under the name "evictbench", beside a mask function. Both know a pass through a cache of ours: it
+says `OURS` to the mask function, and the keys that the model passes are the new ones and carry the cache layer, which
+does the rest. Every other pass, with whatever cache or none, is transformers' own "sdpa" in both.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from evictbench.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,11 +23,19 @@ NAME = "evictbench"
 DenseAttention = Callable[[int, torch.nn.Module, Tensor, Tensor, Tensor, float], Tensor | None]
 """Attention of a pass without a cache, given to the model as `dense_attention=`. It gets the layer's index, the
 attention module, the rotated query `[rows, heads, S, head_dim]`, the key and the value `[rows, kv_heads, S, head_dim]`
-and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None for plain causal attention."""
+and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None for transformers' own attention."""
+
+
+OURS = -1
+"""Where the keys begin, as a cache of ours tells transformers: the mask function knows it by this. Other caches say 0
+or more. A plain number, so that a compiled model can carry it."""
 
 
 class AttendingLayer(Protocol):
     """A cache layer that keys carry."""
+
+    def check_positions(self, positions: Tensor | None) -> None:
+        """Raise UserError for new tokens that do not go on from what has been seen. positions: `[1 or rows, new]`."""
 
     def attend(
         self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
@@ -41,9 +51,10 @@ def use(model: PreTrainedModel) -> None:
     """Set a model's attention to this module's."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    # Also where the model has the name: it may come from a process in which it was registered.
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)
     if model.config._attn_implementation != NAME:
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, new_token_mask)
         model.set_attn_implementation(NAME)
 
 
@@ -54,19 +65,51 @@ def carry(keys: Tensor, layer: AttendingLayer) -> Tensor:
     return carrying
 
 
-def new_token_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of a pass: for a cache of ours, which new tokens are not padding, and otherwise sdpa's mask.
+
+    Arguments as transformers gives them to a mask function. Raises UserError for a cache of ours if the model masks
+    more than the future and padding.
+    """
+    offset = kwargs.get("kv_offset")
+    if not (isinstance(offset, int) and offset == OURS):
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+        return sdpa_mask
+    _check_causal(**kwargs)
+    return new_token_mask(kwargs["q_length"], kwargs.get("attention_mask"))
+
+
+def new_token_mask(queries: int, attention_mask: Tensor | None) -> Tensor | None:
     """Which of the new tokens are not padding, `[rows, new]` bool. Causality and slots are the cache's affair.
 
-    The result has the number of all tokens, earlier ones included, as its attribute `text_length`.
+    queries: how many tokens are new. attention_mask: `[rows, tokens]`, of all tokens that have been read; None: no
+    padding. The result has the number of all tokens as its attribute `text_length`.
     """
     if attention_mask is None:
         return None
-    queries = kwargs.get("q_length")
-    if queries is None:
-        queries = kwargs["cache_position"].shape[0]
     real = attention_mask[:, -queries:].bool()
     real.text_length = attention_mask.shape[1]  # type: ignore[attr-defined]
     return real
+
+
+def _check_causal(
+    kv_length: int, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
+) -> None:
+    """Raise UserError if a mask differs from the causal one. A window is one that has not slid yet."""
+    from transformers.masking_utils import causal_mask_function
+
+    if local_size is not None and kv_length > local_size:
+        raise UserError(
+            f"The layers of this model attend to the last {local_size} tokens, and the text has {kv_length}: sliding "
+            "windows are not supported under an eviction policy."
+        )
+    if local_size is None and mask_function not in (None, causal_mask_function):
+        raise UserError(
+            "This pass masks more than the future and padding (tokens that see later ones, for example), which is not "
+            "supported under an eviction policy."
+        )
 
 
 def attend(
@@ -80,32 +123,43 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention of one layer.
 
-    query: `[rows, heads, new, head_dim]`. key, value: `[rows, kv_heads, new, head_dim]`, the new ones only.
-    attention_mask: what `new_token_mask` returned. The output is `[rows, new, heads, head_dim]`. Without a cache,
-    `dense_attention` in the model's keyword arguments replaces plain causal attention.
+    query: `[rows, heads, new, head_dim]`. key, value: `[rows, kv_heads, new, head_dim]`, the new ones only where they
+    carry a layer of ours. attention_mask: what `mask` returned. The output is `[rows, new, heads, head_dim]`. Without a
+    cache, `dense_attention` in the model's keyword arguments may replace transformers' own attention.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: AttendingLayer | None = getattr(key, "cache_layer", None)
     if layer is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if attention_mask is None:  # a mask says how long the text is
+            layer.check_positions(kwargs.get("position_ids"))
         return layer.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2), None
     dense: DenseAttention | None = kwargs.get("dense_attention")
     if dense is not None:
-        output = dense(cast(int, module.layer_idx), module, query, key, value, scaling)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = dense(cast(int, module.layer_idx), module, query, key, value, scale)
         if output is not None:
             return output.transpose(1, 2), None
-    return _causal(query, key, value, attention_mask, scaling), None
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, scaling: float) -> Tensor:
-    """Plain causal attention over a padded batch, `[rows, new, heads, head_dim]`."""
-    if real is None or bool(real.all()):
-        mask = None
-    else:
-        queries = query.shape[2]
-        causal = torch.ones(queries, queries, dtype=torch.bool, device=query.device).tril()
-        itself = torch.eye(queries, dtype=torch.bool, device=query.device)
-        mask = (causal & real[:, None, None, :]) | itself
-    output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    text_length: int | None = getattr(attention_mask, "text_length", None)
+    if attention_mask is not None and text_length is not None:
+        attention_mask = _without_our_cache(attention_mask, text_length)
+    attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
-    return output.transpose(1, 2)
+    return attended
+
+
+def _without_our_cache(real: Tensor, text_length: int) -> Tensor | None:
+    """sdpa's mask in place of a `new_token_mask` whose cache transformers has left out: training with checkpoints.
+
+    Raises UserError if the cache had seen tokens, which would be lost.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    rows, tokens = real.shape
+    if text_length != tokens:
+        raise UserError("Gradient checkpointing leaves out the cache, and this one has seen tokens: train without it.")
+    sizes = {"batch_size": rows, "q_length": tokens, "kv_length": tokens}
+    sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**sizes, attention_mask=real, device=real.device)
+    return sdpa_mask

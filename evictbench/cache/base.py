@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from evictbench.cache import hooks
-from evictbench.cache.attention import carry, use
+from evictbench.cache.attention import OURS, carry, use
 from evictbench.cache.clock import POLICY, REST, SIGNALS, Clock, NullClock
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
 from evictbench.cache.rows import Sequence
@@ -87,6 +87,18 @@ class CacheLayer(CacheLayerMixin):
         self.awaits_attention = True
         return carry(key_states, self), value_states
 
+    def check_positions(self, positions: Tensor | None) -> None:
+        """Raise UserError for new tokens that begin before what a row has seen: it is another text.
+
+        positions: `[1 or rows, new]`; None: nobody knows them. On a GPU only chunks after the prompt are looked at, so
+        that decoding never waits for it.
+        """
+        if self.index or positions is None or positions.dim() != 2 or not self.cache.prompt_done:
+            return
+        if positions.shape[1] > 1 or positions.is_cpu:
+            self.awaits_attention = False  # a cache that refuses a text can go on with its own
+            self.cache.check_positions(positions)
+
     def attend(
         self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
     ) -> Tensor:
@@ -110,7 +122,7 @@ class CacheLayer(CacheLayerMixin):
         """Nothing: buffers are made when the first pass begins."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes by which transformers would make a mask. Ours only says which new tokens are not padding."""
+        """As of the cache."""
         return self.cache.get_mask_sizes(query_length)
 
     def get_seq_length(self) -> int:
@@ -247,6 +259,11 @@ class KVCache(Cache, ABC):
                 f"{rows}: {ONE_GENERATION}"
             )
         columns = self.columns + queries
+        if real is not None and real.dim() != 2:
+            raise UserError(
+                f"An eviction policy takes the attention mask of a padded batch, [rows, tokens], and not one of "
+                f"{real.dim()} dimensions."
+            )
         if getattr(real, "text_length", columns) != columns:
             raise self._second_text()
         if queries == 1 and not self.prompt_done and real is not None and not bool(real.all()):
@@ -292,6 +309,12 @@ class KVCache(Cache, ABC):
         """Labels of the tokens of the one sequence that comes next, `[kv_heads, tokens]` a layer, for a policy that
         `needs_labels`."""
         self.rows = [Sequence(labels=labels)]
+
+    def check_positions(self, positions: Tensor) -> None:
+        """Raise UserError if a row's first new token stands before what it has seen. positions: `[1 or rows, new]`."""
+        first = positions[:, 0].tolist() * (len(self.rows) if positions.shape[0] == 1 else 1)
+        if any(position < row.seen for position, row in zip(first, self.rows, strict=False)):
+            raise self._second_text()
 
     def _second_text(self) -> UserError:
         return UserError(
@@ -370,10 +393,11 @@ class KVCache(Cache, ABC):
     # What transformers may ask.
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """The sizes by which transformers would make a mask. Raises UserError for a pass without a new token."""
+        """How many keys a mask would have, and the number by which `attention.mask` knows a cache of ours. Raises
+        UserError for a pass without a new token."""
         if query_length == 0:
             raise self._second_text()
-        return self.columns + query_length, 0
+        return self.columns + query_length, OURS
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, not kept; padding of a left-padded batch included."""

@@ -7,6 +7,7 @@ import sys
 
 def register() -> None:
     """Tell lm-eval where the model is; nothing is loaded before it is asked for."""
+    import lm_eval.models  # noqa: F401 (lm-eval registers its own models only while no other is)
     from lm_eval.api.registry import model_registry
 
     if "evictbench" not in model_registry:

@@ -1,7 +1,7 @@
 """The lm-eval model "evictbench": any lm-eval task, answered under an eviction policy.
 
 lm-eval 0.4.13 does not find models of other packages. `evictbench-lm-eval` (cli.py) is its command line with this model
-registered; in Python, `import evictbench.harness.model` registers it:
+registered; in Python, `import evictbench.harness.model` registers it for `simple_evaluate(model="evictbench", ...)`:
 
     evictbench-lm-eval --model evictbench --model_args policy=h2o,budget=512 --tasks gsm8k_cot
 
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import lm_eval.models  # noqa: F401 (lm-eval registers its own models only while no other is)
 from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.api.registry import register_model
 

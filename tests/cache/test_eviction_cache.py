@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import pipeline
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 
 import evictbench.cache
 from evictbench import EvictionCache
@@ -109,6 +109,33 @@ def test_the_same_cache_for_a_second_text_is_a_sentence() -> None:
         generate(model, cache, random_tokens(30, 1))
 
 
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
+@pytest.mark.parametrize("second", [3, 7, 8, 12, 13], ids=lambda length: f"{length} tokens")
+def test_a_second_text_without_a_mask_is_a_sentence(policy: str, second: int) -> None:
+    """`generate` cuts what the cache has seen off the text, and hands the rest on without a mask."""
+    model, tokens = tiny_model(), random_tokens(12)
+    cache = EvictionCache(model, policy, budget=16)
+    answer = generate(model, cache, tokens, max_new_tokens=2)
+    with pytest.raises(UserError, match="has seen 13 tokens, and was given a text that does not go on from there"):
+        generate(model, cache, random_tokens(second, 1), max_new_tokens=3)
+    both = generate(model, cache, [*tokens, *answer], max_new_tokens=3)  # what goes on from there still does
+    assert both == generate(model, EvictionCache(model, policy, budget=16), tokens, max_new_tokens=5)[2:]
+
+
+def test_a_padded_chunk_after_the_prompt_is_no_second_text() -> None:
+    """Padding stands at position 0, wherever it is."""
+    model, context = tiny_model(), torch.tensor([random_tokens(20), random_tokens(20, 1)])
+    question, mask = torch.tensor([[0, 0, 3, 4], [5, 6, 7, 8]]), torch.ones(2, 24, dtype=torch.int64)
+    mask[0, 20:22] = 0
+    cache = EvictionCache(model, "h2o", budget=16, prompt_length=20)
+    with torch.no_grad():
+        model(context, **{cache_argument(model): cache})
+    model.generate(
+        torch.cat([context, question], 1), attention_mask=mask, max_new_tokens=2, **{cache_argument(model): cache}
+    )
+    assert cache.seen == [23, 25]
+
+
 def test_another_number_of_rows_is_a_sentence() -> None:
     model = tiny_model()
     cache = EvictionCache(model, "h2o", budget=16)
@@ -163,17 +190,68 @@ def test_a_model_that_attends_otherwise_is_a_sentence() -> None:
         ("h3o", {"budget": 16}, "Unknown policy 'h3o'"),
         ("h2o", {}, "h2o needs a budget"),
         ("full", {"budget": 16}, "full takes no budget"),
+        ("random", {}, "random needs a budget"),
         ("h2o", {"budget": 0}, "keeps nothing"),
+        ("h2o", {"budget": 16, "prefill": "sparse"}, "Unknown prefill 'sparse'"),
+        ("h2o", {"budget": 16, "prompt_length": 0}, "prompt_length is a whole number from 1 on, and not 0"),
+        ("h2o", {"budget": 16, "rows": "2"}, "rows is a whole number from 1 on, and not '2'"),
+        (H2O, {"budget": 16}, r"A policy is a name .* give H2O\(\)"),
+        (None, {"budget": 16}, "A policy is a name"),
         ("streaming_llm", {"budget": 4}, "at least 5 entries"),
         ("h2o", {"budget": 16, "weights": "w"}, "is not learned and takes no weights"),
         ("kvpop", {"budget": 64}, "no weights for"),
         ("oracle", {"budget": 64}, "needs labels from a dense run"),
     ],
 )
-def test_what_cannot_be_is_a_sentence(policy: str, options: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_is_a_sentence(policy: Any, options: dict[str, Any], sentence: str) -> None:
     model = tiny_model()
     with pytest.raises(UserError, match=sentence):
         generate(model, EvictionCache(model, policy, **options), random_tokens(20))
+
+
+@pytest.mark.parametrize("model", [None, "smollm2"])
+def test_what_is_no_model_is_a_sentence(model: Any) -> None:
+    with pytest.raises(UserError, match=f"takes a transformers model first, and not {model!r}"):
+        EvictionCache(model, "h2o", budget=16)
+
+
+def test_a_model_that_is_not_supported_is_refused_and_left_as_it_was() -> None:
+    config = CONFIG_MAPPING["mistral"](
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=r"sliding-window attention of 8 tokens \(layers 0-1\)"):
+        EvictionCache(model, "h2o", budget=16)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("dms", "50%"), ("indexmem_pp", 128)])
+def test_a_policy_with_hooks_evicts_and_leaves_the_model_as_it_was(policy: str, budget: Any, smollm2: Any) -> None:
+    """DMS and IndexMem++ live in pages and hang hooks on the model."""
+    model = smollm2.model
+    tokens = smollm2.tokenizer("One two three four five six seven. " * 24).input_ids
+    before = model.config._attn_implementation
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    model.set_attn_implementation("sdpa")
+    plain = model(torch.tensor([tokens[:8]])).logits
+    try:
+        cache = EvictionCache(model, policy, budget)
+        assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] != hooks
+        assert torch.equal(model(torch.tensor([tokens[:8]])).logits, plain), "while the cache is alive"
+        generate(model, cache, tokens, max_new_tokens=2)
+        assert cache.entries_held()[1] < 0.9 * len(tokens)
+        with pytest.raises(UserError, match="serves one generation"):
+            generate(model, cache, tokens[:30], max_new_tokens=2)
+        del cache
+        assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+        assert torch.equal(model(torch.tensor([tokens[:8]])).logits, plain)
+    finally:
+        model.set_attn_implementation(before)
 
 
 def test_a_policy_of_the_old_interface_is_refused() -> None:
