@@ -276,7 +276,7 @@ def test_b10_an_answer_of_no_tokens_is_a_sample_like_any_other(settings):
 
 
 def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
-    monkeypatch.setattr("evictbench.evaluation.run.PROMPT_IDS_KEPT", 80)
+    monkeypatch.setattr("evictbench.store.run_folder.MOST_IDS", 80)
     outcome, _, _ = go(settings)
     lines = list(run_folder.read_samples(outcome.plan.folder).values())
     assert {line["prompt_ids"] is None for line in lines} == {True, False}
