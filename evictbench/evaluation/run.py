@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from evictbench.generation.generator import Completion, Request
 
+
 class Watcher(Protocol):
     """Follows a run, to show it."""
 

@@ -143,7 +143,9 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             if not line:
                 return
             if len(line) > LONGEST_LINE:
-                raise UserError(f"Line {number} of {path} is longer than {LONGEST_LINE:,} bytes, so it is none of ours.")
+                raise UserError(
+                    f"Line {number} of {path} is longer than {LONGEST_LINE:,} bytes, so it is none of ours."
+                )
             following = stream.readline(LONGEST_LINE + 1)
             yield number, line, not following
             line = following

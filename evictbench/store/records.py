@@ -185,19 +185,45 @@ class Summary(Struct, kw_only=True):
 
 
 class TracedCell(Struct, kw_only=True):
-    """The number of a cell of a trace, which its rows name."""
+    """A cell of a trace, with the numbers of its line that are shown. Those of a cell without memory are not there."""
 
     cell: Count
+    policy: Name
+    budget: str | None
+    context: Positive
+    rows: Positive
+    status: Literal["ok", "out of memory"]
+    copy_bandwidth: Amount
+    first_token_seconds: Amount | None = None
+    decode_ms: Amount | None = None
+    read_bytes_per_second: Amount | None = None
+    decode_cache_bytes: Amount | None = None
+    decode_peak_bytes: Amount | None = None
+
+    def __post_init__(self) -> None:
+        shown = ("decode_ms", "read_bytes_per_second", "decode_cache_bytes", "decode_peak_bytes")
+        missing = [name for name in shown if getattr(self, name) is None]
+        if self.status == "ok" and missing:
+            raise ValueError(f"A cell that is ok has no {missing[0]}")
+
+
+class TracedPolicy(Struct, kw_only=True):
+    """A policy of a trace. weights: where they come from."""
+
+    settings: dict[str, Any]
+    weights: str | None
 
 
 class Trace(Struct, kw_only=True):
-    """A trace.json."""
+    """A trace.json. Sizes in bytes, and bytes per second."""
 
     model: str = ""
     device: str = ""
     made_by: dict[str, Any] = {}
-    policies: dict[str, Any] = {}
+    policies: dict[str, TracedPolicy] = {}
     cells: list[TracedCell] = []
+    copy_bandwidth: Amount = 0
+    read_weight_bytes: Amount = 0
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -222,7 +248,7 @@ def checked(content: object, kind: type[Kind]) -> Kind:
 
 def parse_sample(line: bytes) -> dict[str, Any]:
     """A line of samples.jsonl, checked, without its checksum. Raises ValueError, which says what is wrong."""
-    ending = _CHECKSUM.search(line)
+    ending = _CHECKSUM.search(line, max(0, len(line) - 64))
     if ending is not None and zlib.crc32(line[: ending.start()]) != int(ending[1], 16):
         raise ValueError("its checksum is another")
     try:

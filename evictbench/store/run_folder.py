@@ -139,7 +139,7 @@ def read_run(path: Path) -> dict[str, Any]:
     than its fingerprint was made of."""
     file = path / RUN
     run = read_object(file)
-    if not _FIELDS <= run.keys():
+    if not run.keys() >= _FIELDS:
         raise UserError(f"{file} is not the record of an evictbench run.")
     if type(version := run["results_version"]) is int and version > RESULTS_VERSION:
         raise UserError(f"{path} was written by a newer evictbench: update this one.")
@@ -163,9 +163,7 @@ def read_samples(path: Path) -> dict[Key, dict[str, Any]]:
     return samples_of(path, read_run(path))
 
 
-def samples_of(
-    path: Path, run: Mapping[str, Any], leave_out: Collection[str] = ()
-) -> dict[Key, dict[str, Any]]:
+def samples_of(path: Path, run: Mapping[str, Any], leave_out: Collection[str] = ()) -> dict[Key, dict[str, Any]]:
     """`read_samples` of a folder whose run.json is read. leave_out: fields that need too much memory."""
     return _read_samples(path, run, leave_out)[0]
 
@@ -244,7 +242,9 @@ def _read_samples(
     for number, sample in enumerate(lines, start=1):
         first = samples.setdefault(key_of(sample), sample)
         if first is not sample and measured(first) != measured(sample):
-            raise UserError(f"Line {number} of {file} has another result than an earlier line of the same sample ({named(sample)}).")
+            raise UserError(
+                f"Line {number} of {file} has another result than an earlier line of the same sample ({named(sample)})."
+            )
     return samples, size
 
 
