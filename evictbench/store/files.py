@@ -95,7 +95,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Raises UserError, with its name, for a folder, a pipe or what gives no leave."""
+    """A regular file, open for reading. Raises UserError for a folder, a pipe, and what cannot be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} cannot be read: it is not a file.")
@@ -144,7 +144,7 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                 return
             if len(line) > LONGEST_LINE:
                 raise UserError(
-                    f"Line {number} of {path} is longer than {LONGEST_LINE:,} bytes, so it is none of ours."
+                    f"Line {number} of {path} is longer than {LONGEST_LINE:,} bytes: no run writes such a line."
                 )
             following = stream.readline(LONGEST_LINE + 1)
             yield number, line, not following

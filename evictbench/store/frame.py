@@ -270,9 +270,9 @@ def _each_once(frame: pd.DataFrame, run: Any) -> pd.DataFrame:
     if differ.any(axis=None):
         line = frame[differ.any(axis=1)].iloc[0]
         same = frame[(keys == keys.loc[line.name]).all(axis=1)]
+        folders = " and ".join(map(str, same["folder"].unique()))
         raise UserError(
-            f"{run_folder.named(line).capitalize()}, has different results in {' and '.join(map(str, same['folder'].unique()))}, "
-            "two folders of one run: move one of them away."
+            f"One run is in {folders}, with different results of {run_folder.named(line)}: move one of them away."
         )
     return frame[~twice].reset_index(drop=True)
 

@@ -153,9 +153,11 @@ class Identity(Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.budget is not None:
             try:
-                Budget.parse(self.budget)
-            except UserError as error:
-                raise ValueError(f"The budget is {self.budget!r}. {error}") from None
+                written = str(Budget.parse(self.budget))
+            except UserError:
+                written = ""
+            if written != self.budget:
+                raise ValueError(f"The budget is {self.budget!r}")
 
 
 class Run(Struct, kw_only=True):

@@ -242,9 +242,7 @@ def _read_samples(
     for number, sample in enumerate(lines, start=1):
         first = samples.setdefault(key_of(sample), sample)
         if first is not sample and measured(first) != measured(sample):
-            raise UserError(
-                f"Line {number} of {file} has another result than an earlier line of the same sample ({named(sample)})."
-            )
+            raise UserError(f"Line {number} of {file} has another result than an earlier line of {named(sample)}.")
     return samples, size
 
 

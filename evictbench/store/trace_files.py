@@ -148,7 +148,7 @@ def read_retention(folder: Path) -> pd.DataFrame | None:
 
 
 def read_table(file: Path, columns: tuple[Column, ...]) -> pa.Table:
-    """The table in a file of a trace, each column checked. Raises UserError that names the file, the column, the row."""
+    """The table in a file of a trace, each column checked. Raises UserError with the file, the column and the row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -33,8 +33,8 @@ class SweepCell:
     """A planned cell and its progress.
 
     keys: the samples asked for. finished: those that were finished before this sweep. sentence, trace: the error of a
-    failed cell, and its traceback; a cell that has one before it is run has a damaged folder. summary: as in summary.json, once the cell has ended. phases: a job's folder to what
-    its worker is doing. answering_since: when the first worker began to make samples. scores: those on the disk.
+    failed cell, and its traceback; a cell that is not run yet has one if its folder is damaged. summary: as in
+    summary.json, once the cell has ended. phases: a job's folder to what its worker is doing. answering_since: when the first worker began to make samples. scores: those on the disk.
     """
 
     plan: RunPlan

@@ -161,6 +161,7 @@ def test_one_line_is_one_write(tmp_path, monkeypatch):
     write = os.write
     path = make(tmp_path, [])
     with run_folder.open_run(path, IDENTITY) as run:
+        run.start_session({"started": "now"})
         monkeypatch.setattr(os, "write", lambda file, data: writes.append(data) or write(file, data))
         run.append(line(0, text="x" * 1_000_000))
     assert [data.count(b"\n") for data in writes if data.startswith(b'{"task"')] == [1]
