@@ -62,8 +62,7 @@ def write(root: Path, runs: int, samples: int) -> None:
             "decode_steps": 79,
             "session": 0,
         }
-        lines.append(sample_line(line))
-    data = b"".join(lines)
+        lines.append(line)
     protocol = {"name": "default", "context": 1024, "question": "unseen", "prefill": "native", "differs": []}
     for number in range(runs):
         budget = str(number + 16)
@@ -85,7 +84,7 @@ def write(root: Path, runs: int, samples: int) -> None:
         run = {"results_version": run_folder.RESULTS_VERSION, "fingerprint": fingerprint}
         run |= {"identity": identity, "sessions": [{}]}
         (folder / run_folder.RUN).write_text(json.dumps(run))
-        (folder / run_folder.SAMPLES).write_bytes(data)
+        (folder / run_folder.SAMPLES).write_bytes(b"".join(sample_line(line, fingerprint) for line in lines))
 
 
 def main() -> int:

@@ -49,7 +49,8 @@ METRICS: Mapping[str, tuple[float, float]] = {
 out below it by the rounding of float16."""
 
 CHECKSUM = "crc32"
-"""The last field of a sample line: the CRC-32 of the line before it. Lines of earlier versions have none."""
+"""The last field of a sample line: the CRC-32 of the run's fingerprint and of the line before it. Lines of earlier
+versions, and published ones, have none."""
 
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 _KEY = re.compile(rb'"\s*:')
@@ -248,11 +249,14 @@ def checked(content: object, kind: type[Kind]) -> Kind:
         raise ValueError(_said(error)) from None
 
 
-def parse_sample(line: bytes) -> dict[str, Any]:
-    """A line of samples.jsonl, checked, without its checksum. Raises ValueError, which says what is wrong."""
+def parse_sample(line: bytes, fingerprint: str) -> dict[str, Any]:
+    """A line of samples.jsonl, checked, without its checksum. Raises ValueError, which says what is wrong.
+
+    fingerprint: of the run that the line is in.
+    """
     ending = _CHECKSUM.search(line, max(0, len(line) - 64))
-    if ending is not None and zlib.crc32(line[: ending.start()]) != int(ending[1], 16):
-        raise ValueError("its checksum is another")
+    if ending is not None and _crc(line[: ending.start()], fingerprint) != int(ending[1], 16):
+        raise ValueError("its checksum is another, so it was changed, or is another run's")
     try:
         content = _decode(line)
         # A line that is as it was written has no key twice; in others, the colons after quotes are counted.
@@ -278,11 +282,15 @@ def is_json(line: bytes) -> bool:
     return True
 
 
-def sample_line(sample: Mapping[str, Any]) -> bytes:
-    """A sample as a line of samples.jsonl, with its checksum."""
+def sample_line(sample: Mapping[str, Any], fingerprint: str) -> bytes:
+    """A sample of a run as a line of samples.jsonl, with its checksum."""
     text = json.dumps({name: sample[name] for name in sample if name != CHECKSUM}, ensure_ascii=False, allow_nan=False)
     start = text[:-1].encode(errors="surrogatepass")
-    return start + f', "{CHECKSUM}": "{zlib.crc32(start):08x}"}}\n'.encode()
+    return start + f', "{CHECKSUM}": "{_crc(start, fingerprint):08x}"}}\n'.encode()
+
+
+def _crc(line: bytes, fingerprint: str) -> int:
+    return zlib.crc32(line, zlib.crc32(fingerprint.encode()))
 
 
 _decode = msgspec.json.Decoder().decode

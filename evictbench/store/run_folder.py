@@ -99,7 +99,7 @@ class RunFolder:
             checked(line, Sample)
         except ValueError as error:
             raise UserError(f"A sample of {sample.get('task')} cannot be kept ({error}).") from None
-        append_line(self.path / SAMPLES, sample_line(line))
+        append_line(self.path / SAMPLES, sample_line(line, self.run["fingerprint"]))
         self.samples[key_of(line)] = line
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -228,7 +228,7 @@ def _read_samples(
     file, known, sessions = path / SAMPLES, run["identity"]["tasks"], len(run["sessions"])
 
     def parse(line: bytes) -> dict[str, Any]:
-        sample = parse_sample(line)
+        sample = parse_sample(line, run["fingerprint"])
         if sample["task"] not in known:
             raise ValueError(f"the run has no task {sample['task']}")
         if sample["session"] >= sessions:

@@ -34,7 +34,8 @@ class SweepCell:
 
     keys: the samples asked for. finished: those that were finished before this sweep. sentence, trace: the error of a
     failed cell, and its traceback; a cell that is not run yet has one if its folder is damaged. summary: as in
-    summary.json, once the cell has ended. phases: a job's folder to what its worker is doing. answering_since: when the first worker began to make samples. scores: those on the disk.
+    summary.json, once the cell has ended. phases: a job's folder to what its worker is doing. answering_since: when the
+    first worker began to make samples. scores: those on the disk.
     """
 
     plan: RunPlan
@@ -50,6 +51,7 @@ class SweepCell:
 
     def __post_init__(self) -> None:
         self.keys = frozenset(planned.key for planned in self.plan.prompts)
+        self.fingerprint = run_folder.fingerprint_hash(self.plan.fingerprint)
 
     @property
     def policy(self) -> str:
@@ -128,7 +130,7 @@ class SweepCell:
         self._read[file] = self._read.get(file, 0) + whole
         for raw in data[:whole].splitlines():
             with suppress(ValueError):  # opening the run to write to it reports what is wrong
-                yield parse_sample(raw)
+                yield parse_sample(raw, self.fingerprint)
 
 
 @dataclass

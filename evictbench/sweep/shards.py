@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,8 @@ def _was_merged(shard: Path, whole: run_folder.RunFolder) -> bool:
     """Whether a shard without its run.json is what an earlier version left of one: its samples are in the cell."""
     if (shard / run_folder.RUN).exists() or not (shard / run_folder.SAMPLES).exists():
         return False
-    lines, _ = read_lines(shard / run_folder.SAMPLES, parse_sample, is_json)
+    parse = partial(parse_sample, fingerprint=whole.run["fingerprint"])
+    lines, _ = read_lines(shard / run_folder.SAMPLES, parse, is_json)
     return {run_folder.key_of(line) for line in lines} <= whole.samples.keys()
 
 

@@ -91,7 +91,9 @@ def write_run(root, samples, **what):
         "sessions": [{}],
     }
     (path / run_folder.RUN).write_text(json.dumps(run))
-    (path / run_folder.SAMPLES).write_bytes(b"".join(sample_line(line | {"session": 0}) for line in samples))
+    (path / run_folder.SAMPLES).write_bytes(
+        b"".join(sample_line(line | {"session": 0}, run["fingerprint"]) for line in samples)
+    )
     return path
 
 
