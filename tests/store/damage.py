@@ -157,6 +157,9 @@ READERS = {
 FROM_THE_FRAME = ("plot", "gate", "gate --published")
 """Readers that look at nothing but the frame of the runs and at traces: where the frame is the same, so are they."""
 
+FROM_THE_LINES = ("report", "gate --exact")
+"""Readers that read lines and runs once more, by the same functions: where the frame is the same, a few of them do."""
+
 
 def outcome(read, root):
     """What a reader gives, as text to compare, or the UserError that it raises."""
@@ -203,7 +206,7 @@ class Harness:
             after = file.read_bytes() if file.is_file() else b""
             sentences, same = 0, False
             for name, read in self._looking_at(file, number):
-                if same and name in FROM_THE_FRAME:
+                if same and (name in FROM_THE_FRAME or (name in FROM_THE_LINES and number % 4)):
                     continue
                 try:
                     found = outcome(read, self.root)
