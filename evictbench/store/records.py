@@ -110,7 +110,7 @@ class PolicyEntry(Struct, kw_only=True):
     label: Name
     settings: dict[str, Any]
     source: str | None = None
-    weights: dict[str, Scalar] | None = None
+    weights: dict[str, Any] | None = None
     stated_length: Amount | None = None
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class Run(Struct, kw_only=True):
     results_version: Positive
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{12}$")]
     identity: Identity
-    sessions: list[dict[str, Scalar]]
+    sessions: list[dict[str, Any]]
 
 
 class SummaryRow(Struct, kw_only=True):
@@ -227,6 +227,37 @@ class Trace(Struct, kw_only=True):
     cells: list[TracedCell] = []
     copy_bandwidth: Amount = 0
     read_weight_bytes: Amount = 0
+
+
+class CardShape(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The shape of the model that a policy's weights were trained on: `evictbench.policy.step.ModelShape`."""
+
+    layers: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    hidden_size: Count = 0
+
+
+class CardModel(Struct, kw_only=True):
+    """The model that a policy's weights were trained on; others' weights have no hash of it."""
+
+    name: Name
+    sha256: str | None = None
+    shape: CardShape
+
+
+class PolicyCard(Struct, kw_only=True):
+    """The config.json beside a policy's weights. The rest of it is the policy's own."""
+
+    policy: Name
+    variant: str
+    base_model: CardModel
+    transferable: bool = False
+    settings: dict[str, Any] | None = None
+    calibration: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    finetuned: dict[str, Any] = {}
 
 
 def read_object(file: Path) -> dict[str, Any]:

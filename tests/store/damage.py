@@ -254,7 +254,8 @@ class Harness:
 
     def _kinds(self, file):
         if file.suffix == ".parquet":
-            return [_truncated, _flipped, _overwritten, _emptied, _replaced, _as_folder, _removed, _garbage_appended]
+            removed = [] if file.name == "retention.parquet" else [_removed]  # a trace need not have one
+            return [*removed, _truncated, _flipped, _overwritten, _emptied, _replaced, _as_folder, _garbage_appended]
         texts = [_impossible_value, _impossible_value, _key_removed, _key_twice, _key_renamed, _truncated, _emptied]
         texts += [_bom, _not_utf8, _replaced, _as_folder, _as_pipe, _removed, _key_added]
         if self.checksums:

@@ -296,7 +296,8 @@ def test_a_merge_that_is_killed_is_gone_on_with(grid, tmp_path, monkeypatch):
         if kill == "while the shard was removed":
             with monkeypatch.context() as patch:
                 patch.setattr(shutil, "rmtree", half)
-                pytest.raises(KeyboardInterrupt, merge_shards, folder, fingerprint)
+                with pytest.raises(KeyboardInterrupt):
+                    merge_shards(folder, fingerprint)
             assert shard_folders(folder) == []
         elif kill == "as an earlier version did":
             (shard / run_folder.RUN).unlink()
