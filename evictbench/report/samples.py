@@ -199,13 +199,14 @@ class _Lines:
 
     def of(self, folder: str) -> Mapping[run_folder.Key, dict[str, Any]]:
         if folder not in self._found:
-            path = Path(folder)
-            lines = run_folder.samples_of(path, run_folder.read_run(path), leave_out=("tokens", "by_position"))
+            lines = run_folder.read_samples(Path(folder))
             lines = {key: line for key, line in lines.items() if key in self._chosen[folder]}
             for line in lines.values():
                 packed = line.pop("prompt_ids", None)
                 if packed is not None:
                     self._prompts.setdefault(str(line.get("prompt_hash")), packed)
+                for name in ("tokens", "by_position"):
+                    line.pop(name, None)
                 for name in ("text", "answer"):
                     line[name] = _cut(line.get(name), CAPS[0])
             self._found[folder] = lines

@@ -77,9 +77,6 @@ MEANS = (
 
 KEY = ["task", "doc_id", "repeat"]
 
-HEAVY = ("prompt_ids", "tokens", "by_position")
-"""Fields of a line that no frame holds."""
-
 TYPES = {
     "task": "string",
     "doc_id": "int64",
@@ -207,7 +204,7 @@ def _runs(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]
         raise UserError(f"There are no results in {folder}: make some with evictbench run.")
     for file in files:
         run = run_folder.read_run(file.parent)
-        samples = run_folder.samples_of(file.parent, run, leave_out=HEAVY)
+        samples = run_folder.light_samples(file.parent, run)
         yield _run_columns(run, file.parent), list(samples.values())
 
 

@@ -11,11 +11,12 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from evictbench.errors import UserError
 from evictbench.policy.budget import Budget
@@ -58,37 +59,32 @@ _KEY = re.compile(rb'"\s*:')
 Kind = TypeVar("Kind")
 
 
-class Sample(Struct, kw_only=True):
-    """A line of samples.jsonl. Times in seconds, sizes in bytes; `evictbench.store.frame.COLUMNS` says the rest.
-
-    Published samples leave out text, token ids and times.
-    """
+class Measured(Struct, kw_only=True):
+    """A line of samples.jsonl but for `HEAVY`. Times in seconds, sizes in bytes; `evictbench.store.frame.COLUMNS` says
+    the rest. Published samples leave out text, token ids and times."""
 
     task: Name
     doc_id: Count
     repeat: Count
     score: Share
     metrics: dict[str, Number]
-    by_position: dict[str, list[Number]] = {}
-    answer: str | None = None
-    thinking: Literal["none", "closed", "unclosed"] = "none"
-    text: str = ""
-    tokens: list[Count] = []
+    answer: str | UnsetType | None = UNSET
+    thinking: Literal["none", "closed", "unclosed"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
     output_tokens: Count
     token_limit: Count
     truncated: bool
     repetition: bool
     prompt_tokens: Count
-    border: Count | None = None
+    border: Count | UnsetType | None = UNSET
     prompt_hash: Name
-    prompt_ids: str | None = None
     occupancy_max: Count
     occupancy_mean: Amount
     cache_bytes: Count
     prefill_peak_bytes: Count
-    prefill_seconds: Amount | None = None
-    first_token_seconds: Amount | None = None
-    decode_seconds: Amount | None = None
+    prefill_seconds: Amount | UnsetType | None = UNSET
+    first_token_seconds: Amount | UnsetType | None = UNSET
+    decode_seconds: Amount | UnsetType | None = UNSET
     decode_steps: Count
     session: Count
 
@@ -99,6 +95,18 @@ class Sample(Struct, kw_only=True):
                 raise ValueError(f"The metric {name} is {value:g}, and is from {low:g} to {high:g}")
         if self.metrics.get("score", self.score) != self.score:
             raise ValueError(f"The score is {self.score:g}, and the metric score {self.metrics['score']:g}")
+
+
+class Sample(Measured, kw_only=True):
+    """A line of samples.jsonl, whole."""
+
+    by_position: dict[str, list[Number]] | UnsetType = UNSET
+    tokens: list[Count] | UnsetType = UNSET
+    prompt_ids: str | UnsetType | None = UNSET
+
+
+HEAVY = ("by_position", "tokens", "prompt_ids")
+"""The fields of a sample that take the most room."""
 
 
 class PolicyEntry(Struct, kw_only=True):
@@ -280,14 +288,18 @@ def checked(content: object, kind: type[Kind]) -> Kind:
         raise ValueError(_said(error)) from None
 
 
-def parse_sample(line: bytes, fingerprint: str) -> dict[str, Any]:
+def parse_sample(line: bytes, fingerprint: str, light: bool = False) -> dict[str, Any]:
     """A line of samples.jsonl, checked, without its checksum. Raises ValueError, which says what is wrong.
 
-    fingerprint: of the run that the line is in.
+    fingerprint: of the run that the line is in. light: whether to leave out `HEAVY` and what is not known.
     """
     ending = _CHECKSUM.search(line, max(0, len(line) - 64))
     if ending is not None and _crc(line[: ending.start()], fingerprint) != int(ending[1], 16):
         raise ValueError("its checksum is another, so it was changed, or is another run's")
+    content: dict[str, Any]
+    if light and ending is not None:  # as it was written
+        with suppress(msgspec.MsgspecError, RecursionError):
+            return dict(msgspec.to_builtins(_decode_measured(line)))
     try:
         content = _decode(line)
         # A line that is as it was written has no key twice; in others, the colons after quotes are counted.
@@ -299,6 +311,8 @@ def parse_sample(line: bytes, fingerprint: str) -> dict[str, Any]:
     if content.pop(CHECKSUM, None) is not None and ending is None:
         raise ValueError("its checksum is not at its end")
     checked(content, Sample)
+    for name in HEAVY if light else ():
+        content.pop(name, None)
     return content
 
 
@@ -325,6 +339,7 @@ def _crc(line: bytes, fingerprint: str) -> int:
 
 
 _decode = msgspec.json.Decoder().decode
+_decode_measured = msgspec.json.Decoder(Measured).decode
 
 
 def _whole(data: bytes) -> dict[str, Any]:

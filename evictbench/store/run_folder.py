@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -160,12 +160,12 @@ def read_samples(path: Path) -> dict[Key, dict[str, Any]]:
         return {}
     if not (path / RUN).exists():
         raise UserError(f"{path} holds samples but no {RUN}: move it away.")
-    return samples_of(path, read_run(path))
+    return _read_samples(path, read_run(path))[0]
 
 
-def samples_of(path: Path, run: Mapping[str, Any], leave_out: Collection[str] = ()) -> dict[Key, dict[str, Any]]:
-    """`read_samples` of a folder whose run.json is read. leave_out: fields that need too much memory."""
-    return _read_samples(path, run, leave_out)[0]
+def light_samples(path: Path, run: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+    """`read_samples` without the fields that take the most room. run: the folder's run.json."""
+    return _read_samples(path, run, light=True)[0]
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -220,21 +220,18 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.+,=-]", "_", name).lstrip(".") or "_"
 
 
-def _read_samples(
-    path: Path, run: Mapping[str, Any], leave_out: Collection[str] = ()
-) -> tuple[dict[Key, dict[str, Any]], int]:
+def _read_samples(path: Path, run: Mapping[str, Any], light: bool = False) -> tuple[dict[Key, dict[str, Any]], int]:
     """The samples of a cell's folder, and how many bytes of the file are whole lines. Of a sample that was written
     twice, the first line counts; two that say different things are an error."""
-    file, known, sessions = path / SAMPLES, run["identity"]["tasks"], len(run["sessions"])
+    file, fingerprint = path / SAMPLES, run["fingerprint"]
+    known, sessions = run["identity"]["tasks"], len(run["sessions"])
 
     def parse(line: bytes) -> dict[str, Any]:
-        sample = parse_sample(line, run["fingerprint"])
+        sample = parse_sample(line, fingerprint, light)
         if sample["task"] not in known:
             raise ValueError(f"the run has no task {sample['task']}")
         if sample["session"] >= sessions:
             raise ValueError(f"the run has no session {sample['session']}")
-        for name in leave_out:
-            sample.pop(name, None)
         return sample
 
     lines, size = read_lines(file, parse, is_json)

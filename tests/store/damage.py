@@ -236,7 +236,7 @@ class Harness:
         if file.name != run_folder.SAMPLES:
             return None
         lines = set(before.splitlines(keepends=True))
-        kept = b"".join(whole for line in after.split(b"\n") if (whole := line.rstrip(b"\r") + b"\n") in lines)
+        kept = b"".join(whole for line in after.split(b"\n")[:-1] if (whole := line.rstrip(b"\r") + b"\n") in lines)
         if (name, file, kept) not in self.left:
             self._mend(file, kept)
             self.left[name, file, kept] = outcome(self.readers[name], self.root)
