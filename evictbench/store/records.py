@@ -53,6 +53,9 @@ CHECKSUM = "crc32"
 """The last field of a sample line: the CRC-32 of the run's fingerprint and of the line before it. Lines of earlier
 versions, and published ones, have none."""
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a line that is no JSON of ours."""
+
 _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 _KEY = re.compile(rb'"\s*:')
 
@@ -298,13 +301,13 @@ def parse_sample(line: bytes, fingerprint: str, light: bool = False) -> dict[str
         raise ValueError("its checksum is another, so it was changed, or is another run's")
     content: dict[str, Any]
     if light and ending is not None:  # as it was written
-        with suppress(msgspec.MsgspecError, RecursionError):
+        with suppress(*UNREADABLE):
             return dict(msgspec.to_builtins(_decode_measured(line)))
     try:
         content = _decode(line)
         # A line that is as it was written has no key twice; in others, the colons after quotes are counted.
         plain = type(content) is dict and (ending is not None or len(_KEY.findall(line)) == _keys(content))
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         plain = False
     if not plain:
         content = _whole(line)
