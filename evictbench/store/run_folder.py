@@ -23,7 +23,7 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.store.files import append_line, check_writable, cut_to, locked, read_lines, write_json
-from evictbench.store.records import Run, Sample, checked, is_json, parse_sample, read_object, sample_line
+from evictbench.store.records import Run, checked, is_json, parse_sample, read_object, sample_line
 
 RESULTS_VERSION = 1
 """Raised when the same command would give other scores than before; results of two versions never mix."""
@@ -96,10 +96,11 @@ class RunFolder:
         could not be read again."""
         line = {**sample, "session": self.session}
         try:
-            checked(line, Sample)
+            data = sample_line(line, self.run["fingerprint"])
+            parse_sample(data, self.run["fingerprint"])
         except ValueError as error:
             raise UserError(f"A sample of {sample.get('task')} cannot be kept ({error}).") from None
-        append_line(self.path / SAMPLES, sample_line(line, self.run["fingerprint"]))
+        append_line(self.path / SAMPLES, data)
         self.samples[key_of(line)] = line
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
