@@ -34,6 +34,9 @@ TRACE, STEPS_FILE, RETENTION_FILE = "trace.json", "trace.parquet", "retention.pa
 MADE_BY = "made_by"
 """The key of trace.json for what is the same in all of its cells."""
 
+LARGEST = 2**60
+"""The largest number that a column may hold; sums of some of them are numbers still."""
+
 PREFILL, DECODE = "prefill", "decode"
 OK, OUT_OF_MEMORY = "ok", "out of memory"
 
@@ -186,7 +189,7 @@ def _first_wrong(table: pa.Table, column: Column) -> int | None:
     if pa.types.is_string(values.type):
         possible = pc.is_in(values, pa.array(column.words)) if column.words else pc.not_equal(values, "")
     else:
-        possible = pc.and_(pc.greater_equal(values, column.least), pc.less(pc.cast(values, "float64"), math.inf))
+        possible = pc.and_(pc.greater_equal(values, column.least), pc.less_equal(values, LARGEST))
     wrong = pc.or_(wrong, pc.invert(pc.fill_null(possible, True)))
     row = pc.index(wrong, True).as_py()
     return None if row < 0 else int(row)

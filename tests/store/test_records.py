@@ -212,6 +212,7 @@ STEPS = {
     "a time below 0": ({"ms": -1.0}, "row 3: ms is -1.0"),
     "a time that is none": ({"ms": float("nan")}, "row 3: ms is None"),
     "no end of time": ({"ms": float("inf")}, "row 3: ms is inf"),
+    "no end of positions": ({"position": 2**61}, "row 3: position is 2305843009213693952"),
     "another phase": ({"phase": "pause"}, "row 3: phase is pause"),
     "no rows": ({"rows": 0}, "row 3: rows is 0"),
     "entries below 0": ({"entries_mean": -2.0}, "row 3: entries_mean is -2.0"),
