@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evictbench.errors import UserError
 from evictbench.store.files import open_file
-from evictbench.store.records import Trace, checked, read_object
+from evictbench.store.records import LARGEST, Trace, checked, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,9 +33,6 @@ TRACE, STEPS_FILE, RETENTION_FILE = "trace.json", "trace.parquet", "retention.pa
 
 MADE_BY = "made_by"
 """The key of trace.json for what is the same in all of its cells."""
-
-LARGEST = 2**60
-"""The largest number that a column may hold; sums of some of them are numbers still."""
 
 PREFILL, DECODE = "prefill", "decode"
 OK, OUT_OF_MEMORY = "ok", "out of memory"
