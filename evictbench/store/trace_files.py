@@ -15,7 +15,6 @@ A cell is one policy at one budget, context and number of rows. Times are in mil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,7 +65,7 @@ STEPS = (
     Column("attention_ms", "float64", "of these, attention, with what its own softmax shows a policy", null="lost"),
     Column("signals_ms", "float64", "of these, what else the policy asked to see", null="lost"),
     Column("policy_ms", "float64", "of these, keeping the cache: writing entries, scoring, evicting", null="lost"),
-    Column("rest_ms", "float64", "of these, all else: ms less the three before", least=-math.inf, null="lost"),
+    Column("rest_ms", "float64", "of these, all else: ms less the three before", least=-LARGEST, null="lost"),
     Column("entries_max", "int64", "most entries that a KV head holds after the step", null="lost"),
     Column("entries_mean", "float64", "the mean over rows, layers and KV heads", null="lost"),
     Column("cache_bytes", "int64", "bytes that the cache holds after the step, policy state included", null="lost"),
