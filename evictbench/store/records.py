@@ -49,6 +49,9 @@ METRICS: Mapping[str, tuple[float, float]] = {
 """Least and largest value of metrics that the suites write; others may be any number. What cannot be below 0 can come
 out below it by the rounding of float16."""
 
+COMPLETE = frozenset(METRICS) - {f"kl_q{quarter}" for quarter in (1, 2, 3, 4)}
+"""Metrics that all samples of a task have if one has. Short texts have no quarters."""
+
 CHECKSUM = "crc32"
 """The last field of a sample line: the CRC-32 of the run's fingerprint and of the line before it. Lines of earlier
 versions, and published ones, have none."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.store.files import append_line, check_writable, cut_to, locked, read_lines, write_json
-from evictbench.store.records import Run, checked, is_json, parse_sample, read_object, sample_line
+from evictbench.store.records import COMPLETE, Run, checked, is_json, parse_sample, read_object, sample_line
 
 RESULTS_VERSION = 1
 """Raised when the same command would give other scores than before; results of two versions never mix."""
@@ -237,7 +237,14 @@ def _read_samples(path: Path, run: Mapping[str, Any], light: bool = False) -> tu
 
     lines, size = read_lines(file, parse, is_json)
     samples: dict[Key, dict[str, Any]] = {}
+    metrics: dict[str, frozenset[str]] = {}
     for number, sample in enumerate(lines, start=1):
+        names = COMPLETE & sample["metrics"].keys()
+        if metrics.setdefault(sample["task"], names) != names:
+            missing = min(metrics[sample["task"]] ^ names)
+            raise UserError(
+                f"The metric {missing} is in some lines of {file} and not in others: first in line {number}."
+            )
         first = samples.setdefault(key_of(sample), sample)
         if first is not sample and measured(first) != measured(sample):
             raise UserError(f"Line {number} of {file} has another result than an earlier line of {named(sample)}.")

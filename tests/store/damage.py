@@ -110,6 +110,13 @@ def _frame(root):
     return evictbench.results(root / "runs").drop(columns="folder")
 
 
+def _numbers(root):
+    """The columns that every line has to have: others, such as texts, may be missing or other ones."""
+    frame = _frame(root)
+    kept = [name for name in frame if name in REQUIRED or (name.startswith("metric_") and "kl_q" not in name)]
+    return frame[[*kept, "policy", "budget", "suite", "occupancy_max", "truncated", "repetition", "prompt_tokens"]]
+
+
 def _report(root):
     """Everything of a report but the drawing of figures, which `_drawn` does."""
     samples = read_results(root / "runs", text=False)
@@ -188,8 +195,8 @@ class Harness:
         warnings.simplefilter("ignore")
         self.root = make(root / "results", checksums)
         self.checksums = checksums
-        self.readers = readers
-        self.whole = {name: outcome(read, self.root) for name, read in readers.items()}
+        self.readers = readers if checksums else readers | {"results": _numbers}
+        self.whole = {name: outcome(read, self.root) for name, read in self.readers.items()}
         self.whole["the whole report"] = repr(True)
         self.files = sorted(file for file in (self.root / "runs").rglob("*") if file.is_file())
         self.left = {}

@@ -139,6 +139,13 @@ def test_a_line_that_cannot_be_right_is_named_with_its_file(tmp_path, number, ch
         evictbench.results(tmp_path)
 
 
+def test_a_metric_that_a_line_lacks_is_named(tmp_path):
+    lines = [sample(doc, 0.9, metrics={"kl": 0.1, "kl_q1": 0.1} if doc < 2 else {}) for doc in range(3)]
+    write_run(tmp_path, lines)
+    with pytest.raises(UserError, match=r"The metric kl is in some lines of .*samples\.jsonl .* first in line 3"):
+        evictbench.results(tmp_path)
+
+
 def test_a_line_of_200_mb_is_refused_without_its_memory(tmp_path):
     path = write_run(tmp_path, right(1, 2))
     with (path / run_folder.SAMPLES).open("ab") as file:
