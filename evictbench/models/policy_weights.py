@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from evictbench.models.model_files import check_inside
 from evictbench.models.safetensors_files import read_header
 from evictbench.policy.step import ModelShape
 from evictbench.store.files import file_sha256, write_json
+from evictbench.store.records import PolicyCard, checked, read_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from evictbench.policy.base import BasePolicy
 
 TENSORS, CONFIG, CARD, CURVES = "weights.safetensors", "config.json", "README.md", "curves.jsonl"
-
-_REQUIRED = ("policy", "variant", "base_model")
 
 
 @dataclass(frozen=True)
@@ -245,14 +243,10 @@ def _card(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"The folder {folder} holds no weights of a policy: it has no {CONFIG}.")
     try:
-        card = json.loads(file.read_text(encoding="utf-8"))
-        shape = card["base_model"]["shape"]
-        whole = all(name in card for name in _REQUIRED) and ModelShape(**shape) is not None
-    except (OSError, ValueError, TypeError, KeyError):
-        whole = False
-    if not whole:
-        raise UserError(f"{file} is not the card of a policy's weights: it does not say {', '.join(_REQUIRED)}.")
-    assert isinstance(card, dict)
+        card = read_object(file)
+        checked(card, PolicyCard)
+    except (UserError, ValueError) as error:
+        raise UserError(f"{file} is not the card of a policy's weights ({str(error).rstrip('.')}).") from None
     return card
 
 

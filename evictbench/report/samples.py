@@ -116,8 +116,7 @@ def browser(samples: pd.DataFrame, documents: int | None, tokenizer: Path | None
 def load(model: str, weights: str, folder: Path | None = None) -> Tokenizer | None:
     """The tokenizer of a model; None if it is not on this machine. Neither the network nor the model is used.
 
-    It is read from `folder` if one is given, else from the model's folder or from the hub's local cache at the commit
-    that `weights` names.
+    It is read from `folder` if one is given, else from the hub's local cache at the commit that `weights` names.
     """
     from tokenizers import Tokenizer
 
@@ -215,7 +214,11 @@ class _Lines:
 
     def prompt(self, line: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Token ids of a line's prompt; None where the run did not keep it."""
-        return run_folder.prompt_ids({"prompt_ids": self._prompts.get(str(line.get("prompt_hash")))})
+        packed = self._prompts.get(str(line.get("prompt_hash")))
+        try:
+            return run_folder.prompt_ids({"prompt_ids": packed})
+        except ValueError as error:
+            raise UserError(f"Document {line['doc_id']} of {line['task']} is damaged: {error}.") from None
 
 
 def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -324,19 +327,18 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def _find(model: str, weights: str) -> Path | None:
+    """The tokenizer of the bundled model, or of a model in the hub's local cache at a commit. A model's name in results
+    is never a path: it could be anybody's."""
     from evictbench.models import bundled
 
     if model == bundled.NAME:
         return bundled.converted_folder() / TOKENIZER_FILE
-    local = Path(model).expanduser() / TOKENIZER_FILE
-    if local.is_file():
-        return local
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    revision = weights.removeprefix("commit:") if weights.startswith("commit:") else None
+    commit = re.fullmatch("commit:([0-9a-f]{40})", weights)
     try:
-        cached = try_to_load_from_cache(model.partition("@")[0], TOKENIZER_FILE, revision=revision)
+        cached = try_to_load_from_cache(model.partition("@")[0], TOKENIZER_FILE, revision=commit and commit[1])
     except (HFValidationError, ValueError):
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from evictbench.errors import UserError
 
 LOCK = ".lock"
 """The file in a folder that a process locks to write to it."""
+
+LONGEST_LINE = 16_000_000
+"""Bytes of the longest line that is read; the longest that a run writes has some two million."""
 
 Parsed = TypeVar("Parsed")
 
@@ -88,28 +93,62 @@ def append_line(path: Path, line: bytes) -> None:
         os.close(file)
 
 
-def read_lines(path: Path, parse: Callable[[bytes], Parsed]) -> tuple[list[Parsed], int]:
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading. Raises UserError for a folder, a pipe, and what cannot be read."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path} cannot be read: it is not a file.")
+        with path.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def read_lines(
+    path: Path, parse: Callable[[bytes], Parsed], whole: Callable[[bytes], bool] = lambda _: False
+) -> tuple[list[Parsed], int]:
     """The parsed lines of a file without a torn last one, and how many bytes of the file they are.
 
     A file that does not exist has no lines. parse: reads one line, and raises ValueError, TypeError or KeyError for a
-    damaged one. Raises UserError that names a damaged line, unless it is the last.
+    damaged one. whole: whether a line that does not parse was written to its end, so that it is not torn. Raises
+    UserError that names a damaged line, or one of more than `LONGEST_LINE` bytes.
     """
     parsed: list[Parsed] = []
     size = 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        last = number == len(lines)
+    for number, line, last in _numbered_lines(path):
         try:
             content = parse(line)
-        except (ValueError, TypeError, KeyError):
-            if last:
+        except (ValueError, TypeError, KeyError) as error:
+            if last and not (line.endswith(b"\n") and whole(line)):
                 break
-            raise UserError(f"Line {number} of {path} is damaged: remove that line to go on with the rest.") from None
+            why = f" ({error})" if isinstance(error, ValueError) else ""
+            raise UserError(
+                f"Line {number} of {path} is damaged{why}: remove that line to go on with the rest."
+            ) from None
         if last and not line.endswith(b"\n"):
             break
         parsed.append(content)
         size += len(line)
     return parsed, size
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Each line with its number from 1, and whether it is the last."""
+    if not os.path.lexists(path):
+        return
+    with open_file(path) as stream:
+        line = stream.readline(LONGEST_LINE + 1)
+        for number in itertools.count(1):
+            if not line:
+                return
+            if len(line) > LONGEST_LINE:
+                raise UserError(
+                    f"Line {number} of {path} is longer than {LONGEST_LINE:,} bytes: no run writes such a line."
+                )
+            following = stream.readline(LONGEST_LINE + 1)
+            yield number, line, not following
+            line = following
 
 
 def cut_to(path: Path, size: int) -> None:

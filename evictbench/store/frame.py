@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +77,32 @@ MEANS = (
 
 KEY = ["task", "doc_id", "repeat"]
 
-_HEAVY = re.compile(rb'"(?:prompt_ids": (?:"[^"]*"|null)|tokens": \[[^\]]*\]|by_position": \{[^}]*\}), ')
-"""Parts of a line that no frame holds. No text can look like one, for inside a string each quote has a backslash."""
+TYPES = {
+    "task": "string",
+    "doc_id": "int64",
+    "repeat": "int64",
+    "score": "float64",
+    "answer": "string",
+    "thinking": "string",
+    "text": "string",
+    "output_tokens": "int64",
+    "token_limit": "int64",
+    "truncated": "bool_",
+    "repetition": "bool_",
+    "prompt_tokens": "int64",
+    "border": "int64",
+    "prompt_hash": "string",
+    "occupancy_max": "int64",
+    "occupancy_mean": "float64",
+    "cache_bytes": "int64",
+    "prefill_peak_bytes": "int64",
+    "prefill_seconds": "float64",
+    "first_token_seconds": "float64",
+    "decode_seconds": "float64",
+    "decode_steps": "int64",
+    "session": "int64",
+}
+"""Fields of a line that are columns, and the names of their Arrow types. A metric is a float64."""
 
 
 def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
@@ -93,26 +114,23 @@ def read_results(folder: Path, *, text: bool = True) -> pd.DataFrame:
     import pandas as pd
     import pyarrow as pa
 
-    runs = list(_runs(folder))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
-        tables = list(pool.map(lambda run: _samples(Path(run["folder"]), text), runs))
-    lengths = [0 if table is None else table.num_rows for table in tables]
-    whole_tables = [table for table in tables if table is not None]
-    if not whole_tables:
+    runs: list[dict[str, Any]] = []
+    tables: list[pa.Table] = []
+    for columns, lines in _runs(folder):
+        runs.append(columns)
+        tables.append(_table(lines, text))
+    lengths = [table.num_rows for table in tables]
+    if not any(lengths):
         raise UserError(f"No sample is finished yet in {folder}.")
-    try:
-        samples = _flat(pa.concat_tables(whole_tables, promote_options="permissive"))
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"The runs in {folder} do not go together: {error}.") from error
+    with_samples = [table for table in tables if table.num_rows]
+    samples = pa.concat_tables(with_samples, promote_options="default").to_pandas(strings_to_categorical=False)
     number = np.repeat(np.arange(len(runs)), lengths)
     common = pd.DataFrame(runs)
     whole = {name: _spread(common[name], number) for name in RUN_COLUMNS}
     whole |= _task_columns(common["tasks"], samples["task"], number)
     frame = pd.DataFrame(dict(samples.items()) | whole, copy=False)
     run = pd.factorize(common["fingerprint"])[0][number]  # a copy of a run is the same run
-    twice = pd.DataFrame({"run": run, **{name: samples[name] for name in KEY}}).duplicated()
-    if twice.any():
-        frame = frame[~twice.to_numpy()].reset_index(drop=True)
+    frame = _each_once(frame, run)
     order = [*RUN_COLUMNS, "task", "task_version", *(name for name in frame if name in samples)]
     return frame[list(dict.fromkeys(order))]
 
@@ -173,8 +191,8 @@ def metric_column(samples: pd.DataFrame, metric: str) -> str:
     raise unknown("metric", metric, set(known))
 
 
-def _runs(folder: Path) -> Iterator[dict[str, Any]]:
-    """The run columns of every run under a folder."""
+def _runs(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The run columns and the samples of every run under a folder."""
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.")
     files = visible_files(folder, run_folder.RUN)
@@ -186,10 +204,8 @@ def _runs(folder: Path) -> Iterator[dict[str, Any]]:
         raise UserError(f"There are no results in {folder}: make some with evictbench run.")
     for file in files:
         run = run_folder.read_run(file.parent)
-        try:
-            yield _run_columns(run, file.parent)
-        except (KeyError, AttributeError, TypeError) as error:
-            raise UserError(f"{file} is damaged ({error} is missing or wrong): move that run away.") from None
+        samples = run_folder.light_samples(file.parent, run)
+        yield _run_columns(run, file.parent), list(samples.values())
 
 
 def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -216,57 +232,46 @@ def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {name: columns.get(name) for name in RUN_COLUMNS} | {"tasks": dict(identity["tasks"])}
 
 
-def _samples(folder: Path, text: bool) -> pa.Table | None:
-    """The samples of a run without a torn last line; None if there is none."""
-    import io
-
+def _table(samples: Sequence[Mapping[str, Any]], text: bool) -> pa.Table:
+    """The samples of a run as a table of the fields that they have, each metric in a column of its own."""
     import pyarrow as pa
-    import pyarrow.json
 
-    file = folder / run_folder.SAMPLES
+    there = {name for sample in samples for name in sample} - (set() if text else {"text", "answer"})
+    columns = {name: _column([sample.get(name) for sample in samples], TYPES[name]) for name in TYPES if name in there}
+    for name in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
+        if name != "score":  # the score has its own column
+            columns[METRIC + name] = _column([sample["metrics"].get(name) for sample in samples], "float64")
+    return pa.table(columns)
+
+
+def _column(values: Sequence[Any], kind: str) -> pa.Array:
+    import pyarrow as pa
+
     try:
-        data = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    data = _HEAVY.sub(b"", data[: data.rfind(b"\n") + 1])
-    if not data:
-        return None
-    try:
-        table = pyarrow.json.read_json(
-            io.BytesIO(data), pyarrow.json.ReadOptions(block_size=max(len(data) + 1, 1 << 20))
+        return pa.array(values, getattr(pa, kind)())
+    except UnicodeEncodeError:  # half a surrogate pair is no UTF-8
+        clean = [value.encode(errors="replace").decode() if value is not None else None for value in values]
+        return pa.array(clean, getattr(pa, kind)())
+
+
+def _each_once(frame: pd.DataFrame, run: Any) -> pd.DataFrame:
+    """The frame with one line of each sample, the first. run: for each line, the number of its run. Raises UserError
+    where two folders of one run have a sample with different results."""
+    keys = frame[KEY].assign(run=run)
+    twice = keys.duplicated()
+    if not twice.any():
+        return frame
+    results = [name for name in frame if name == "score" or str(name).startswith(METRIC)]
+    first = frame.groupby([keys[name] for name in keys], observed=True, sort=False)[results].transform("first")
+    differ = (first != frame[results]) & (first.notna() | frame[results].notna())
+    if differ.any(axis=None):
+        line = frame[differ.any(axis=1)].iloc[0]
+        same = frame[(keys == keys.loc[line.name]).all(axis=1)]
+        folders = " and ".join(map(str, same["folder"].unique()))
+        raise UserError(
+            f"One run is in {folders}, with different results of {run_folder.named(line)}: move one of them away."
         )
-        table.validate(full=True)  # a lone surrogate is no UTF-8
-        needed = [*KEY, "score"]
-        if not set(needed) <= set(table.column_names) or any(table[name].null_count for name in needed):
-            raise pa.ArrowInvalid("a line without a sample's key")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        lines = list(run_folder.read_samples(folder).values())  # says which line is damaged
-        if not lines:
-            return None
-        table = pa.Table.from_pylist([_clean(line) for line in lines])
-    dropped = ["prompt_ids", "tokens", "by_position", *(() if text else ("text", "answer"))]
-    return table.drop_columns([name for name in dropped if name in table.column_names])
-
-
-def _clean(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line in which what is not UTF-8 is replaced."""
-    return {
-        name: value.encode(errors="replace").decode() if isinstance(value, str) else value
-        for name, value in line.items()
-    }
-
-
-def _flat(table: pa.Table) -> pd.DataFrame:
-    """A frame with each metric in a column of its own."""
-    if "metrics" in table.column_names:
-        metrics = table["metrics"].combine_chunks()
-        table = table.drop_columns(["metrics"])
-        for field in metrics.type:
-            if field.name != "score":  # the score has its own column
-                table = table.append_column(METRIC + field.name, metrics.field(field.name))
-    return table.to_pandas(strings_to_categorical=False)
+    return frame[~twice].reset_index(drop=True)
 
 
 def _spread(column: pd.Series, number: Any) -> Any:

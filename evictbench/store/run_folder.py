@@ -23,11 +23,17 @@ from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.store.files import append_line, check_writable, cut_to, locked, read_lines, write_json
+from evictbench.store.records import COMPLETE, Run, checked, is_json, parse_sample, read_object, sample_line
 
 RESULTS_VERSION = 1
 """Raised when the same command would give other scores than before; results of two versions never mix."""
 
 RUN, SAMPLES, SUMMARY = "run.json", "samples.jsonl", "summary.json"
+
+MOST_IDS = 65_536
+"""Prompts of up to this many tokens keep their ids in the sample line; longer ones their hash only."""
+
+_FIELDS = frozenset(Run.__struct_fields__)
 
 Key = tuple[str, int, int]
 """A sample: its task, the number of its document, and its repeat."""
@@ -37,9 +43,10 @@ class Held(UserError):
     """Another process is writing to that folder."""
 
 
-def fingerprint_hash(identity: Mapping[str, Any]) -> str:
-    """Twelve hex digits that stand for everything in `identity`, in any order, and for `RESULTS_VERSION`."""
-    whole = json.dumps({**identity, "results_version": RESULTS_VERSION}, sort_keys=True, ensure_ascii=True)
+def fingerprint_hash(identity: Mapping[str, Any], version: int | None = None) -> str:
+    """Twelve hex digits that stand for everything in `identity`, in any order, and for the results version."""
+    version = RESULTS_VERSION if version is None else version
+    whole = json.dumps({**identity, "results_version": version}, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(whole.encode()).hexdigest()[:12]
 
 
@@ -85,9 +92,14 @@ class RunFolder:
         return changes
 
     def append(self, sample: Mapping[str, Any]) -> None:
-        """Add one finished sample: one line in one write, on the disk when this returns."""
+        """Add one finished sample: one line in one write, on the disk when this returns. Raises UserError for one that
+        could not be read again."""
         line = {**sample, "session": self.session}
-        data = (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="surrogatepass")
+        try:
+            data = sample_line(line, self.run["fingerprint"])
+            parse_sample(data, self.run["fingerprint"])
+        except ValueError as error:
+            raise UserError(f"A sample of {sample.get('task')} cannot be kept ({error}).") from None
         append_line(self.path / SAMPLES, data)
         self.samples[key_of(line)] = line
 
@@ -118,24 +130,43 @@ def open_run(path: Path, identity: Mapping[str, Any]) -> Iterator[RunFolder]:
                 "sessions": [],
             }
             write_json(path / RUN, run)
-        samples, size = _read_samples(path)
+        samples, size = _read_samples(path, run)
         cut_to(path / SAMPLES, size)
         yield RunFolder(path, run, samples)
 
 
 def read_run(path: Path) -> dict[str, Any]:
-    """The run.json of a cell's folder; UserError if it is not one of ours."""
-    if not _is_run(path / RUN):
-        raise UserError(f"{path / RUN} is not the record of an evictbench run.")
-    run: dict[str, Any] = json.loads((path / RUN).read_text())
-    if run["results_version"] > RESULTS_VERSION:
+    """The run.json of a cell's folder, checked; UserError if it is not one of ours, damaged, or says another identity
+    than its fingerprint was made of."""
+    file = path / RUN
+    run = read_object(file)
+    if not run.keys() >= _FIELDS:
+        raise UserError(f"{file} is not the record of an evictbench run.")
+    if type(version := run["results_version"]) is int and version > RESULTS_VERSION:
         raise UserError(f"{path} was written by a newer evictbench: update this one.")
+    try:
+        checked(run, Run)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}): move that run away.") from None
+    if run["fingerprint"] != fingerprint_hash(run["identity"], run["results_version"]):
+        raise UserError(
+            f"{file} is damaged (its fingerprint {run['fingerprint']} is not that of what it says): move that run away."
+        )
     return run
 
 
 def read_samples(path: Path) -> dict[Key, dict[str, Any]]:
-    """The finished samples of a cell's folder. A torn last line is left out; the file is not touched."""
-    return _read_samples(path)[0]
+    """The finished samples of a cell's folder, checked. A torn last line is left out; the file is not touched."""
+    if not (path / SAMPLES).exists():
+        return {}
+    if not (path / RUN).exists():
+        raise UserError(f"{path} holds samples but no {RUN}: move it away.")
+    return _read_samples(path, read_run(path))[0]
+
+
+def light_samples(path: Path, run: Mapping[str, Any]) -> dict[Key, dict[str, Any]]:
+    """`read_samples` without the fields that take the most room. run: the folder's run.json."""
+    return _read_samples(path, run, light=True)[0]
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -154,13 +185,21 @@ def pack_ids(ids: Sequence[int]) -> str:
 
 
 def prompt_ids(line: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The prompt's token ids in a sample line; None where the prompt was too long to keep."""
+    """The prompt's token ids in a sample line; None where the prompt was too long to keep. Raises ValueError if they do
+    not unpack, or are more than any run keeps."""
     packed = line.get("prompt_ids")
     if packed is None:
         return None
     import numpy as np
 
-    return tuple(np.frombuffer(zlib.decompress(base64.b64decode(packed)), dtype="<u4").tolist())
+    unpacking = zlib.decompressobj()
+    try:
+        ids = unpacking.decompress(base64.b64decode(packed, validate=True), 4 * MOST_IDS + 1)
+    except zlib.error as error:
+        raise ValueError(f"the prompt's ids do not unpack: {error}") from None
+    if not unpacking.eof:
+        raise ValueError("the prompt's ids do not unpack")
+    return tuple(np.frombuffer(ids, dtype="<u4").tolist())
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:
@@ -171,9 +210,8 @@ def _as_bytes(ids: Sequence[int]) -> bytes:
 
 def _is_run(file: Path) -> bool:
     try:
-        content = json.loads(file.read_text())
-        return bool({"results_version", "fingerprint", "identity", "sessions"} <= content.keys())
-    except (OSError, ValueError, AttributeError):
+        return read_object(file).keys() >= _FIELDS
+    except UserError:
         return False
 
 
@@ -183,16 +221,41 @@ def _plain(name: str) -> str:
     return re.sub(r"[^\w.+,=-]", "_", name).lstrip(".") or "_"
 
 
-def _read_samples(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
+def _read_samples(path: Path, run: Mapping[str, Any], light: bool = False) -> tuple[dict[Key, dict[str, Any]], int]:
     """The samples of a cell's folder, and how many bytes of the file are whole lines. Of a sample that was written
-    twice, the first line counts."""
+    twice, the first line counts; two that say different things are an error."""
+    file, fingerprint = path / SAMPLES, run["fingerprint"]
+    known, sessions = run["identity"]["tasks"], len(run["sessions"])
 
-    def parse(line: bytes) -> tuple[Key, dict[str, Any]]:
-        sample = json.loads(line)
-        return key_of(sample), sample
+    def parse(line: bytes) -> dict[str, Any]:
+        sample = parse_sample(line, fingerprint, light)
+        if sample["task"] not in known:
+            raise ValueError(f"the run has no task {sample['task']}")
+        if sample["session"] >= sessions:
+            raise ValueError(f"the run has no session {sample['session']}")
+        return sample
 
-    lines, size = read_lines(path / SAMPLES, parse)
+    lines, size = read_lines(file, parse, is_json)
     samples: dict[Key, dict[str, Any]] = {}
-    for key, sample in lines:
-        samples.setdefault(key, sample)
+    metrics: dict[str, frozenset[str]] = {}
+    for number, sample in enumerate(lines, start=1):
+        names = COMPLETE & sample["metrics"].keys()
+        if metrics.setdefault(sample["task"], names) != names:
+            missing = min(metrics[sample["task"]] ^ names)
+            raise UserError(
+                f"The metric {missing} is in some lines of {file} and not in others: first in line {number}."
+            )
+        first = samples.setdefault(key_of(sample), sample)
+        if first is not sample and measured(first) != measured(sample):
+            raise UserError(f"Line {number} of {file} has another result than an earlier line of {named(sample)}.")
     return samples, size
+
+
+def measured(sample: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What two lines of one sample must have alike."""
+    return sample["score"], sample["metrics"]
+
+
+def named(sample: Mapping[str, Any]) -> str:
+    """A sample in a sentence."""
+    return f"document {sample['doc_id']} of {sample['task']}, repeat {sample['repeat']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -225,14 +226,14 @@ def paired_documents(samples: pd.DataFrame) -> pd.DataFrame:
 
 
 def budget_bounds(labels: Iterable[str]) -> dict[str, bool]:
-    """Whether the budget of each policy is a bound that the engine checks; True for policies not installed here."""
+    """Whether the budget of each policy is a bound that the engine checks; True for policies not installed here, and
+    for settings that the installed policy does not take."""
     bounds = {}
     for label in labels:
-        try:
+        bounds[label] = True
+        with suppress(Exception):  # a policy's own code, and settings that nobody has checked
             chosen = parse_label(label)
-            bounds[label] = chosen.policy(chosen.config).enforces_budget
-        except UserError:
-            bounds[label] = True
+            bounds[label] = bool(chosen.policy(chosen.config).enforces_budget)
     return bounds
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evictbench.errors import UserError
 from evictbench.models import load
 from evictbench.policy.step import ModelShape
 from evictbench.store import run_folder
+from evictbench.store.records import Summary, checked, read_object
 
 if TYPE_CHECKING:
     from evictbench.evaluation.plan import RunPlan
@@ -126,24 +127,23 @@ def _measured_cells(out: Path) -> Iterable[MeasuredCell]:
     """Every cell in a results folder that has a summary."""
     for file in sorted(out.glob(f"*/*/*/{run_folder.SUMMARY}")):
         try:
-            summary = json.loads(file.read_text())
-            identity, mean = summary["identity"], summary["mean"]
-            if mean is None:
-                continue
-            count = mean["samples"]
+            content = read_object(file)
+            mean = checked(content, Summary).mean
+        except (UserError, ValueError):
+            continue  # half-written, or another program's: nothing to estimate from
+        if mean is not None:
+            identity = content["identity"]
             yield MeasuredCell(
                 folder=file.parent,
                 model=identity["model"],
                 policy=identity["policy"]["label"],
                 suite=identity["suite"],
-                samples=count,
-                prompt_tokens=count * mean["prompt_tokens"],
-                output_tokens=count * mean["output_tokens"],
-                prefill_seconds=count * mean["prefill_seconds"],
-                decode_seconds=count * mean["decode_seconds"],
+                samples=mean.samples,
+                prompt_tokens=mean.samples * mean.prompt_tokens,
+                output_tokens=mean.samples * mean.output_tokens,
+                prefill_seconds=mean.samples * mean.prefill_seconds,
+                decode_seconds=mean.samples * mean.decode_seconds,
             )
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # half-written, or another program's: nothing to estimate from
 
 
 def _sum(cells: Iterable[MeasuredCell], name: str) -> float:

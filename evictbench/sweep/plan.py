@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, one_line
 from evictbench.evaluation import run
 from evictbench.evaluation.checks import check
 from evictbench.evaluation.plan import RunPlan, SharedInputs, make_plan
@@ -19,7 +20,7 @@ from evictbench.store import run_folder
 from evictbench.sweep.job import Job, JobResult
 from evictbench.sweep.local import Event
 from evictbench.sweep.progress import Progress, SweepCell, cell_title
-from evictbench.sweep.shards import merge_shards, shard_folder, shard_folders
+from evictbench.sweep.shards import finished_samples, merge_shards, shard_folder
 
 FAILURE = "failure.txt"
 """A file in the folder of a failed cell that holds the traceback. It is removed when the cell is done after all."""
@@ -97,9 +98,13 @@ def sweep(cells: Sequence[SweepCell], executor: Executor, watcher: Watcher, shar
     """
     progress = Progress(cells)
     for cell in cells:
-        with suppress(run_folder.Held):  # the cell's own worker will report it, if it still is
+        try:
             merge_shards(cell.plan.folder, cell.plan.fingerprint)  # shards left by a sweep that was killed
-        if cell.total == cell.done:
+        except run_folder.Held:
+            pass  # the cell's own worker will report it, if it still is
+        except (UserError, OSError) as error:
+            cell.sentence = cell.sentence or str(error)
+        if cell.sentence or cell.total == cell.done:
             _conclude(cell)
             watcher.ended(cell)
     jobs = _jobs(cells, shards)
@@ -130,11 +135,13 @@ def sweep(cells: Sequence[SweepCell], executor: Executor, watcher: Watcher, shar
 
 def _cell(plan: RunPlan) -> SweepCell:
     """A plan with the samples that are on the disk already."""
-    samples: dict[run_folder.Key, dict[str, Any]] = {}
-    for folder in (plan.folder, *shard_folders(plan.folder)):
-        samples = {**run_folder.read_samples(folder), **samples}
-    cell = SweepCell(plan, frozenset(samples.keys() & {planned.key for planned in plan.prompts}))
-    cell.scores = {key: float(line["score"]) for key, line in samples.items()}
+    keys = {planned.key for planned in plan.prompts}
+    try:
+        samples = finished_samples(plan.folder)
+    except UserError as error:  # the other cells go on
+        return SweepCell(plan, frozenset(), sentence=str(error))
+    cell = SweepCell(plan, frozenset(samples.keys() & keys))
+    cell.scores = {key: line["score"] for key, line in samples.items()}
     return cell
 
 
@@ -143,7 +150,7 @@ def _jobs(cells: Sequence[SweepCell], shards: int) -> list[Job]:
     name = uuid.uuid4().hex[:12]
     jobs = []
     for index, cell in enumerate(cells):
-        missing = cell.keys - cell.finished
+        missing = cell.keys - cell.finished if cell.state == "waiting" else frozenset()
         parts = min(shards, len({key[1] for key in cell.keys}))
         for shard in range(parts):
             job = Job(
@@ -182,6 +189,9 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
             cell.summary = run.run_plan(cell.plan, _Quiet(), only=()).summary
     except (UserError, OSError) as error:
         cell.sentence = cell.sentence or str(error)
+    except Exception as error:  # the other cells go on
+        cell.sentence = cell.sentence or f"{type(error).__name__}: {one_line(error)}"
+        cell.trace = cell.trace or traceback.format_exc()
     cell.read()
     missing = cell.total - cell.done
     if not (missing or cell.sentence or stopped):
@@ -197,8 +207,9 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
             f"{missing} of its samples are not here though its workers have ended: --out has to be on a disk that all "
             "nodes share."
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n")
+        with suppress(OSError):  # the sentence is shown too
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n")
 
 
 class _Quiet:

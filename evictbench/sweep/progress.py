@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from evictbench.errors import UserError
 from evictbench.store import run_folder
+from evictbench.store.files import open_file
+from evictbench.store.records import parse_sample
 from evictbench.sweep.job import ANSWERING, Job, read_phase
 from evictbench.sweep.shards import shard_folders
 
@@ -30,8 +33,9 @@ class SweepCell:
     """A planned cell and its progress.
 
     keys: the samples asked for. finished: those that were finished before this sweep. sentence, trace: the error of a
-    failed cell, and its traceback. summary: as in summary.json, once the cell has ended. phases: a job's folder to what
-    its worker is doing. answering_since: when the first worker began to make samples. scores: those on the disk.
+    failed cell, and its traceback; a cell that is not run yet has one if its folder is damaged. summary: as in
+    summary.json, once the cell has ended. phases: a job's folder to what its worker is doing. answering_since: when the
+    first worker began to make samples. scores: those on the disk.
     """
 
     plan: RunPlan
@@ -47,6 +51,7 @@ class SweepCell:
 
     def __post_init__(self) -> None:
         self.keys = frozenset(planned.key for planned in self.plan.prompts)
+        self.fingerprint = run_folder.fingerprint_hash(self.plan.fingerprint)
 
     @property
     def policy(self) -> str:
@@ -95,7 +100,7 @@ class SweepCell:
         """Read the samples that were written since the last call, to the cell and to its shards."""
         for folder in (self.plan.folder, *shard_folders(self.plan.folder)):
             for line in self._new_lines(folder / run_folder.SAMPLES):
-                self.scores.setdefault(run_folder.key_of(line), float(line["score"]))
+                self.scores.setdefault(run_folder.key_of(line), line["score"])
 
     def read_phases(self, jobs: Sequence[Job], now: float) -> None:
         """Read what the workers of its running jobs are doing. now: seconds."""
@@ -116,20 +121,16 @@ class SweepCell:
     def _new_lines(self, file: Path) -> Iterator[dict[str, Any]]:
         """The whole lines of a samples file that were added since the last call."""
         try:
-            with file.open("rb") as stream:
+            with open_file(file) as stream:
                 stream.seek(self._read.get(file, 0))
                 data = stream.read()
-        except OSError:
+        except UserError:
             return
         whole = data.rfind(b"\n") + 1
         self._read[file] = self._read.get(file, 0) + whole
         for raw in data[:whole].splitlines():
-            try:
-                line = json.loads(raw)
-                run_folder.key_of(line)
-            except (ValueError, KeyError, TypeError):
-                continue  # opening the run to write to it reports what is wrong
-            yield line
+            with suppress(ValueError):  # opening the run to write to it reports what is wrong
+                yield parse_sample(raw, self.fingerprint)
 
 
 @dataclass

@@ -19,6 +19,8 @@ from evictbench.store.trace_files import (
     TRACE,
     Column,
     arrow_schema,
+    read_about,
+    read_table,
 )
 
 if TYPE_CHECKING:
@@ -109,13 +111,11 @@ def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 def _about(path: Path) -> dict[str, Any]:
     try:
-        about = json.loads((path / TRACE).read_text())
-        whole = isinstance(about[MADE_BY], dict) and all("cell" in cell for cell in about["cells"])
-    except (OSError, ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
+        about = read_about(path)
+    except UserError as error:
+        raise UserError(str(error).replace("run evictbench trace again", "name another folder with --out")) from None
+    if MADE_BY not in about or "cells" not in about:
         raise UserError(f"{path / TRACE} is not the record of a trace: name another folder with --out.")
-    assert isinstance(about, dict)
     return about
 
 
@@ -123,15 +123,10 @@ def _table(file: Path, columns: tuple[Column, ...], cells: set[int]) -> pa.Table
     """The rows of a file that belong to these cells; an empty table if there is no file."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    schema = arrow_schema(columns)
     if not file.exists():
-        return schema.empty_table()
-    try:
-        table = pq.read_table(file).select(schema.names).cast(schema)
-    except (OSError, KeyError, pa.ArrowInvalid):
-        raise UserError(f"{file} is half-written or damaged: name another folder with --out.") from None
+        return arrow_schema(columns).empty_table()
+    table = read_table(file, columns)
     return table.filter(pc.is_in(table["cell"], pa.array(sorted(cells), pa.int32())))
 
 
@@ -146,4 +141,4 @@ def _write(table: pa.Table, file: Path) -> None:
     import pyarrow.parquet as pq
 
     with replacing(file) as unfinished:
-        pq.write_table(table, unfinished, compression="zstd")
+        pq.write_table(table, unfinished, compression="zstd", write_page_checksum=True)

@@ -350,7 +350,7 @@ def test_a_full_cache_that_says_nothing_is_remarked_upon_in_its_run_and_in_those
 
 
 def test_very_long_prompts_keep_their_hash_only(settings, monkeypatch):
-    monkeypatch.setattr("evictbench.evaluation.run.PROMPT_IDS_KEPT", 80)
+    monkeypatch.setattr("evictbench.store.run_folder.MOST_IDS", 80)
     outcome, _, _ = go(settings)
     lines = list(run_folder.read_samples(outcome.plan.folder).values())
     assert {line["prompt_ids"] is None for line in lines} == {True, False}

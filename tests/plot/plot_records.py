@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from evictbench.store import run_folder
+from evictbench.store.records import sample_line
 from evictbench.store.trace_files import RETENTION, RETENTION_FILE, STEPS, STEPS_FILE, TRACE, arrow_schema
 
 PROTOCOL = {
@@ -33,7 +34,7 @@ def identity(policy="h2o", budget="64", tasks=("niah",), suite="ruler", model="t
     settings = changes.pop("settings", {})
     return {
         "suite": suite,
-        "tasks": dict.fromkeys(tasks, "1.0"),
+        "tasks": tasks if isinstance(tasks, dict) else dict.fromkeys(tasks, "1.0"),
         "data": data or {"generator": "version 1"},
         "policy": {"name": policy.partition(":")[0], "label": policy, "settings": settings, "source": None},
         "budget": budget,
@@ -90,8 +91,9 @@ def write_run(root, samples, **what):
         "sessions": [{}],
     }
     (path / run_folder.RUN).write_text(json.dumps(run))
-    lines = [json.dumps(line | {"session": 0}, ensure_ascii=False) + "\n" for line in samples]
-    (path / run_folder.SAMPLES).write_bytes("".join(lines).encode(errors="surrogatepass"))
+    (path / run_folder.SAMPLES).write_bytes(
+        b"".join(sample_line(line | {"session": 0}, run["fingerprint"]) for line in samples)
+    )
     return path
 
 

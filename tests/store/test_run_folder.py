@@ -6,6 +6,7 @@ import multiprocessing
 import os
 
 import pytest
+from plot.plot_records import sample
 
 from evictbench.errors import UserError
 from evictbench.store import run_folder
@@ -26,8 +27,8 @@ IDENTITY = {
 }
 
 
-def line(doc_id, task="toy_recall", **more):
-    return {"task": task, "doc_id": doc_id, "repeat": 0, "score": 1.0, "text": "naïve 🐦 \u2028 x"} | more
+def line(doc_id, score=1.0, **more):
+    return sample(doc_id, score, task="toy_recall", text="naïve 🐦 \u2028 x") | more
 
 
 def folder_for(root, identity=IDENTITY):
@@ -130,8 +131,14 @@ def test_a_damaged_line_in_the_middle_is_named_and_not_skipped(tmp_path):
 def test_a_sample_written_twice_counts_once(tmp_path):
     path = make(tmp_path, [line(0, score=1.0)])
     file = path / run_folder.SAMPLES
-    file.write_bytes(file.read_bytes() + file.read_bytes().replace(b'"score": 1.0', b'"score": 0.0'))
+    file.write_bytes(2 * file.read_bytes())
     assert [one["score"] for one in run_folder.read_samples(path).values()] == [1.0]
+
+
+def test_a_sample_with_two_results_is_named(tmp_path):
+    path = make(tmp_path, [line(0, score=1.0), line(1), line(0, score=0.0)])
+    with pytest.raises(UserError, match=r"Line 3 of .*samples\.jsonl has another result than an earlier line"):
+        run_folder.read_samples(path)
 
 
 def test_a_disk_that_takes_half_a_line_leaves_none_of_it(tmp_path, monkeypatch):
@@ -154,6 +161,7 @@ def test_one_line_is_one_write(tmp_path, monkeypatch):
     write = os.write
     path = make(tmp_path, [])
     with run_folder.open_run(path, IDENTITY) as run:
+        run.start_session({"started": "now"})
         monkeypatch.setattr(os, "write", lambda file, data: writes.append(data) or write(file, data))
         run.append(line(0, text="x" * 1_000_000))
     assert [data.count(b"\n") for data in writes if data.startswith(b'{"task"')] == [1]

@@ -1,6 +1,7 @@
 """A sweep from plans to results, its jobs done in this process."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -249,3 +250,66 @@ def test_estimates_count_what_is_missing(grid):
     row = cells[0].finished and run_folder.read_samples(cells[0].plan.folder)
     took = sum(line["prefill_seconds"] + line["decode_seconds"] for line in row.values())
     assert full.seconds == pytest.approx(took, rel=0.3)  # as many samples again, of about the same lengths
+
+
+def test_a_damaged_folder_is_named_and_the_other_cells_go_on(grid):
+    def damage(job):
+        if job.cell == 2:
+            (job.cell_folder / run_folder.RUN).write_text("{")
+
+    cells, _ = plan_cells(grid("h2o", "32,16", limit=1))
+    sweep(cells[:2], InProcess(), Watcher())
+    file = cells[1].plan.folder / run_folder.SAMPLES
+    whole = file.read_text()
+    file.write_text(whole.replace('"score": ', '"score": null, "was": ', 1))
+    cells, _ = plan_cells(grid("h2o", "32,16", limit=1))
+    watch, here = Watcher(), InProcess(damage)
+    sweep(cells, here, watch)
+    assert [cell.state for cell in cells] == ["done", "failed", "failed"]
+    assert re.search(r"^Line 1 of .*samples\.jsonl is damaged", cells[1].sentence)
+    assert re.search(r"run\.json is damaged", cells[2].sentence)
+    assert sorted(watch.titles) == sorted(cell.title for cell in cells)
+    assert [job.title for job in here.jobs] == ["h2o at 16 on toy"]
+    file.write_text(whole)
+    cells, _ = plan_cells(grid("h2o", "32", limit=1))
+    sweep(cells, InProcess(), Watcher())
+    assert [cell.state for cell in cells] == ["done"] * 2
+    assert not (cells[1].plan.folder / FAILURE).exists()
+
+
+def test_a_merge_that_is_killed_is_gone_on_with(grid, tmp_path, monkeypatch):
+    def keep(job):
+        if job.shard == 1:
+            shutil.copytree(shard_folder(job.cell_folder, 0, 2), tmp_path / "kept")
+
+    def half(folder, *options, **more):
+        (folder / run_folder.RUN).unlink()
+        raise KeyboardInterrupt
+
+    cells, _ = plan_cells(grid("h2o", "32", limit=4))
+    sweep(cells[1:], InProcess(keep), Watcher(), shards=2)
+    folder, fingerprint = cells[1].plan.folder, cells[1].plan.fingerprint
+    before, _ = lines_of(cells[1])
+    shard = shard_folder(folder, 0, 2)
+    for kill in ("while the shard was removed", "as an earlier version did", "before all samples were added"):
+        shutil.copytree(tmp_path / "kept", shard)
+        if kill == "while the shard was removed":
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "rmtree", half)
+                with pytest.raises(KeyboardInterrupt):
+                    merge_shards(folder, fingerprint)
+            assert shard_folders(folder) == []
+        elif kill == "as an earlier version did":
+            (shard / run_folder.RUN).unlink()
+        else:
+            samples = folder / run_folder.SAMPLES
+            samples.write_bytes(b"".join(samples.read_bytes().splitlines(keepends=True)[1:]))
+        assert merge_shards(folder, fingerprint) == (kill == "before all samples were added")
+        assert lines_of(cells[1])[0] == before
+        assert not (folder / ".shards").exists()
+    shutil.copytree(tmp_path / "kept", shard)
+    (shard / run_folder.RUN).unlink()
+    (folder / run_folder.SAMPLES).unlink()
+    with pytest.raises(UserError, match=r"holds samples but no run\.json"):
+        merge_shards(folder, fingerprint)
+    assert shard.exists()
