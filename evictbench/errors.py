@@ -16,6 +16,11 @@ class RunFailed(Exception):
     stderr and exits with code 1, without a traceback."""
 
 
+class WriteFailed(RunFailed):
+    """A file could not be written: the disk is full, or the folder has gone. What was finished before is kept. The
+    message names the file and the reason."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> UserError:
     """The error for a name that does not exist; its sentence offers near matches, or all known names.
 

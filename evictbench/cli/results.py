@@ -83,7 +83,7 @@ def report(
     where: options.Where = None,
     documents: Annotated[
         int | None,
-        typer.Option(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
+        options.whole(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
@@ -118,10 +118,10 @@ def gate(
     paired: Annotated[
         bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
     ] = False,
-    tolerance: Annotated[float, typer.Option(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
+    tolerance: Annotated[float, options.real(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
     latency_tolerance: Annotated[
         float,
-        typer.Option(help="A rise in a step's time over the full cache's that is let pass, as a share."),
+        options.real(help="A rise in a step's time over the full cache's that is let pass, as a share."),
     ] = LATENCY_TOLERANCE,
     trace: Annotated[
         list[Path] | None, typer.Option(help="Folder of a trace. Repeatable. Default: those among the runs.")

@@ -25,6 +25,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import RunSettings
+from evictbench.numerals import MOST_SEED, shown
 from evictbench.policy.budget import Budget
 
 AXES = {"policies": "policy", "budgets": "budget", "suites": "suite"}
@@ -81,9 +82,13 @@ def read_sweep_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _given_twice(yaml.compose(text, yaml.SafeLoader))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} is not YAML: {shown(' '.join(str(error).split()), 300)}.") from error
+    if twice is not None:
+        raise UserError(f"{path} gives {twice[0]} twice, the second time in line {twice[1]}.")
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no words of a sweep: it begins with policies:, budgets: and suites:.")
     where = f" in {path}"
@@ -228,6 +233,25 @@ def _override(content: Mapping[Any, Any], where: str) -> Override:
     return Override(axes["policies"], budgets, axes["suites"], options, leave_out)
 
 
+def _given_twice(root: Any) -> tuple[str, int] | None:
+    """The first key that a mapping of the file has twice, and its line; YAML itself would take the last of them."""
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in seen or not isinstance(node.value, list):
+            continue
+        seen.add(id(node))
+        keys: set[str] = set()
+        for part in node.value:
+            key, value = part if isinstance(part, tuple) else (None, part)
+            waiting.append(value)
+            if key is not None and isinstance(key.value, str):
+                if key.value in keys:
+                    return key.value, key.start_mark.line + 1
+                keys.add(key.value)
+    return None
+
+
 def _axis(value: str | Sequence[str] | None) -> tuple[str, ...]:
     """The names in a list or a comma list, each once; a policy's settings stay with it."""
     parts = [value] if isinstance(value, str) else list(value or ())
@@ -251,13 +275,15 @@ def _option(name: str, value: Any, where: str) -> Any:
     if isinstance(value, list) and name == "tasks":
         return ",".join(str(task) for task in value)
     plain = isinstance(value, str | int | float)
+    if isinstance(value, int) and abs(value) > MOST_SEED:
+        raise UserError(f"The word {name}{where} takes no number as large as {shown(value)}.")
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
     if kind not in (bool, int, float, Path) and plain:
         return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, WriteFailed
 from evictbench.evaluation import run
 from evictbench.evaluation.checks import check
 from evictbench.evaluation.plan import RunPlan, SharedInputs, make_plan
@@ -180,7 +180,7 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
         merge_shards(folder, cell.plan.fingerprint)
         if (folder / run_folder.RUN).exists():
             cell.summary = run.run_plan(cell.plan, _Quiet(), only=()).summary
-    except (UserError, OSError) as error:
+    except (UserError, WriteFailed, OSError) as error:
         cell.sentence = cell.sentence or str(error)
     cell.read()
     missing = cell.total - cell.done
@@ -197,8 +197,9 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
             f"{missing} of its samples are not here though its workers have ended: --out has to be on a disk that all "
             "nodes share."
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n")
+        with suppress(OSError):  # a full disk takes no file about that either
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n", encoding="utf-8")
 
 
 class _Quiet:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -83,6 +84,7 @@ def _connect() -> None:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own in its place
     try:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(**quiet)
@@ -90,6 +92,8 @@ def _connect() -> None:
             ray.init(include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"Ray cannot be reached or started: {one_line(error)}") from error
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
 
 
 def _result(done: object) -> JobResult:
