@@ -26,7 +26,7 @@ from evictbench import hub
 from evictbench.errors import UserError
 from evictbench.models.model_card import markdown
 from evictbench.policy.step import ModelShape
-from evictbench.store.files import file_sha256, write_json
+from evictbench.store.files import file_sha256, saving, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,7 +142,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     data = {"policy": policy, "variant": variant, **card}
     unfinished = folder / f".{TENSORS}-unfinished"
-    save_file(stored, unfinished, metadata={"format": "pt"})
+    with saving(unfinished):
+        save_file(stored, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / TENSORS)
     write_json(folder / CONFIG, data)
     unfinished = folder / f".{CARD}-unfinished"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from evictbench.errors import UserError, WriteFailed
+from evictbench.errors import UserError, WriteFailed, first_line
 
 LOCK = ".lock"
 """The file in a folder that a process locks to write to it."""
@@ -114,6 +114,18 @@ def unfinished_files(folder: Path) -> list[Path]:
 def not_written(path: Path, error: OSError) -> WriteFailed:
     """The error for a file that the system would not write."""
     return WriteFailed(f"{path} cannot be written: {error.strerror or error}.")
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Turn what a library raises while it writes `path` into WriteFailed: torch's and safetensors' errors of a full
+    disk are no OSErrors."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(path, error) from error
+    except Exception as error:
+        raise WriteFailed(f"{path} cannot be written: {first_line(error).rstrip('.')}.") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

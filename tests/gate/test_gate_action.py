@@ -72,7 +72,7 @@ def test_the_step(action, tmp_path, inputs, code, verdict, heading):
     assert not (tmp_path / "planted").exists()
     if code == 2:
         assert "There is no baseline nowhere" in summary
-        assert said.startswith("::error title=evictbench gate::error: There is no baseline")
+        assert said.startswith("::error file=results/runs,title=evictbench gate::error: There is no baseline")
     else:
         assert (tmp_path / "evictbench-gate.xml").is_file()
         assert (tmp_path / "evictbench-gate.md").read_text() in summary
