@@ -34,6 +34,14 @@ def _one_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines_about_waiting() -> None:
+    """What a command says after some seconds of waiting depends on the machine; tests of it set their own seconds."""
+    from evictbench.terminal import waiting
+
+    waiting.EVERY = 1e6
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder of real benchmark files that lies beside the repository; the test is skipped without it."""

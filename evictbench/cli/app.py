@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from evictbench import __version__
 from evictbench.cli import ending, options
@@ -56,7 +57,20 @@ OF_THE_USER = (
 )
 """Errors of a file that the user can put right."""
 
+
+class Commands(TyperGroup):
+    """The subcommands. The parser would end a command that Ctrl-C interrupts without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise ending.Interrupted from None
+
+
 app = typer.Typer(
+    cls=Commands,
     name="evictbench",
     help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
     epilog="\n\n".join(("Examples:", *EXAMPLES)),
@@ -315,20 +329,23 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ["MPLBACKEND"] = "agg"  # pictures go to files; a notebook's own backend may not even be there
     ending.ensure_streams()
     with ending.Signals() as signals:
+        failure: Exception | None = None
+        code = 0
         try:
             _check_surroundings(given)
             code = app(args=given, prog_name="evictbench", standalone_mode=False) or 0
-        except KeyboardInterrupt:  # before the subcommand began; it handles a later one itself
+        except (KeyboardInterrupt, ending.Interrupted):
             typer.echo("Stopped.", err=True)
             code = ending.INTERRUPTED
         except Exception as error:
             if "--debug" in given:
                 raise
-            broken = ending.broken_output() if isinstance(error, OSError) else None
-            code = _report(error) if broken is None else _say(*broken)
-        broken = ending.broken_output()
+            failure = error
+        broken = ending.broken_output(failure)
         if broken is not None:
             code = _say(*broken)
+        elif failure is not None:
+            code = _report(failure)
     raise SystemExit(signals.exit_code(code))
 
 
@@ -348,7 +365,7 @@ def _check_surroundings(given: Sequence[str]) -> None:
 def _report(error: Exception) -> int:
     """Print an error as one line. Returns its exit code."""
     if isinstance(error, WriteFailed):
-        text, code = f"{error} What was finished is kept. To go on: {command()}", 1
+        text, code = f"{error} To go on: {command()}", 1
     elif isinstance(error, UserError):
         text, code = str(error), 2
     elif isinstance(error, RunFailed):

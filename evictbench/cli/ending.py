@@ -23,6 +23,14 @@ ONE_ENDING = 3.0
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
+OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a stream that takes nothing more. An error of a file has the file's name; one of a stream has none."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C, or a signal that does the same, has ended a command that had nothing to say about it."""
+
+
 class Signals:
     """Makes SIGTERM and SIGHUP do what Ctrl-C does: KeyboardInterrupt, so that whatever is at work writes its summary,
     says what is kept, and ends. One that is ignored, as SIGHUP under nohup, stays ignored. Use as a context manager."""
@@ -59,12 +67,14 @@ class Signals:
             raise KeyboardInterrupt
 
 
-def broken_output() -> tuple[str, int] | None:
+def broken_output(raised: Exception | None = None) -> tuple[str, int] | None:
     """A sentence and the exit code, if what was printed cannot be written to where stdout goes; else None.
 
-    The output is then dropped, so that nothing fails again at the interpreter's end.
+    raised: the error that has ended the command, if one has. What is still to be written is dropped, so that nothing
+    fails again at the interpreter's end.
     """
-    broken = None
+    own = isinstance(raised, OSError) and raised.filename is None and raised.errno in OF_OUTPUT
+    broken = raised if own else None
     for number, stream in ((2, sys.stderr), (1, sys.stdout)):
         try:
             stream.flush()
@@ -73,6 +83,7 @@ def broken_output() -> tuple[str, int] | None:
             _drop(number)
     if broken is None:
         return None
+    assert isinstance(broken, OSError)
     if broken.errno == errno.EPIPE:
         return "The reader of the output has closed it.", PIPE_CLOSED
     return f"The output cannot be written: {broken.strerror or broken}.", 1

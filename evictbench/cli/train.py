@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.cli.progress import LOOKING
+from evictbench.terminal import waiting
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
-from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.terminal.waiting import Waiting, duration
 from evictbench.train.checkpoint import kept_steps
 from evictbench.train.settings import STORE, check
 
@@ -138,7 +139,7 @@ class TrainingLine:
 
     def _show(self, text: str, done: int, total: int, now: bool) -> None:
         self.waiting.count(text, done, total)
-        if not self.waiting.on_screen and (now or time.monotonic() - self.written >= EVERY):
+        if not self.waiting.on_screen and (now or time.monotonic() - self.written >= waiting.EVERY):
             self.written = time.monotonic()
             say(self.console, text)
 

@@ -191,7 +191,7 @@ def by_protocol(
     rows = samples.assign(number=number).drop_duplicates("number")
     budgeted, task = rows["budget"].notna(), rows["task"].astype(str)
     cell = texts_of(rows["policy"]) + " " + texts_of(rows["budget"])
-    files = rows["data"].map(json.loads)
+    files = rows["data"].astype(object).map(json.loads)
     keys = [(name, texts_of(rows[name])) for name in SHARED if name not in (*allowed, by)]
     keys += [
         (name, texts_of(rows[name]).where(budgeted & (rows[name].notna() | (name != "chunk"))))
