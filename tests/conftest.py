@@ -7,11 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import hypothesis
 import pytest
 
 # Tests never ask the network. Set before anything imports the hub's library, and inherited by subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A slow machine is no failing example; and every run draws anew, where a CI is noticed too.
+hypothesis.settings.register_profile(
+    "evictbench",
+    parent=hypothesis.settings.get_profile("default"),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("evictbench")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -201,12 +201,15 @@ def test_a_run_killed_at_random_moments_ends_as_an_unbroken_one(start, run, tmp_
     assert run("--limit", "30", out="whole")[0] == 0
     whole = essence(folder_in(tmp_path / "whole"))
     broken = tmp_path / "broken"
+    codes = []
     for least in (0, 3, 9, 15, 21, 27, 33, 39):
         process = start("--limit", "30", out="broken", pause="0.004")
         wait_for_samples(broken, least, process)
         time.sleep(random.uniform(0, 0.03))
         process.kill()
-        assert process.finish()[0] == -signal.SIGKILL
+        codes.append(process.finish()[0])
+    assert set(codes) <= {-signal.SIGKILL, 0}  # one that is given little time by the system may have ended by then
+    assert codes[0] == -signal.SIGKILL
     code, _, err = run("--limit", "30", out="broken")
     assert code == 0, err
     assert essence(folder_in(broken)) == whole

@@ -51,7 +51,7 @@ def test_names_and_numbers_are_refused_with_nothing_heavy_imported(environment, 
         text=True,
         env=environment | {"HEAVY_LOG": str(log)},
         cwd=tmp_path,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert (done.returncode, done.stdout, json.loads(log.read_text())) == (2, "", [])

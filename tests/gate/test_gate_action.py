@@ -37,7 +37,7 @@ def action(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         return (
@@ -105,5 +105,5 @@ sys.meta_path.insert(0, Missing())
 from evictbench.cli import app
 app.main(["gate", {str(tmp_path / "here")!r}, "--baseline", {str(tmp_path / "there")!r}, "--policy", "h2o"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
