@@ -337,6 +337,10 @@ def main(arguments: list[str] | None = None) -> None:
         except (KeyboardInterrupt, ending.Interrupted):
             typer.echo("Stopped.", err=True)
             code = ending.INTERRUPTED
+        except SystemExit as ended:  # the parser ends the process where a pipe is closed
+            if not isinstance(ended.__context__, BrokenPipeError):
+                raise
+            failure = ended.__context__
         except Exception as error:
             if "--debug" in given:
                 raise

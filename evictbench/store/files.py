@@ -206,8 +206,7 @@ def check_writable(folder: Path, subject: str, needs: str) -> None:
 
     subject, needs: the beginnings of the two sentences: "Results" (cannot be written to), "results need" (a folder).
     """
-    if not is_text(str(folder)) or "\0" in str(folder):
-        raise UserError(f"{subject} cannot be written to {str(folder)!r}: the name is not UTF-8 text.")
+    _check_text(folder, subject)
     try:
         parent = existing_parent(folder)
         is_folder = stat.S_ISDIR(parent.stat().st_mode)
@@ -225,6 +224,7 @@ def check_file(file: Path, subject: str) -> None:
 
     subject: the beginning of a sentence: "The report" (cannot be written to).
     """
+    _check_text(file, subject)
     try:
         if file.is_dir():
             raise UserError(f"{file} is a folder, and {subject[0].lower()}{subject[1:]} is a file.")
@@ -252,6 +252,11 @@ def shortened(path: Path) -> str:
     """A path for a sentence: of one too long for any disk, both ends."""
     text = str(path)
     return text if len(text) <= 300 else f"{text[:100]}…{text[-100:]}"
+
+
+def _check_text(path: Path, subject: str) -> None:
+    if not is_text(str(path)) or "\0" in str(path):
+        raise UserError(f"{subject} cannot be written to {str(path)!r}: the name is not UTF-8 text.")
 
 
 def _check_names(folder: Path, parent: Path) -> None:
