@@ -52,7 +52,7 @@ def gate_and_show(request: GateRequest, as_json: bool = False, quiet: bool = Fal
     shown = json_of if as_json else in_short if quiet else partial(as_table, whole=whole)
     print(shown(findings))
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in annotations(findings, request.folder):
+        for line in github_annotations(findings, request.folder):
             print(line, file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     for file, form, append in (
@@ -130,7 +130,7 @@ def as_markdown(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, ""])
 
 
-def annotations(findings: Sequence[Finding], folder: Path) -> list[str]:
+def github_annotations(findings: Sequence[Finding], folder: Path) -> list[str]:
     """A workflow command of GitHub for each finding that fails: an error beside the change, named by cell and row, at
     the folder of runs."""
     place = _property(str(folder))

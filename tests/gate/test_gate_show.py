@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from gate.gate_cases import right, steps, write_run, write_trace
 
-from evictbench.cli.gate import annotations, as_junit, as_markdown, as_table, json_of, verdict
+from evictbench.cli.gate import as_junit, as_markdown, as_table, github_annotations, json_of, verdict
 from evictbench.errors import UserError
 from evictbench.gate.ask import findings
 from evictbench.gate.finding import Finding, GateRequest
@@ -57,7 +57,7 @@ def test_what_fails_stands_first_and_what_passed_is_counted():
 
 
 def test_each_row_that_fails_is_an_annotation_on_github_that_no_name_can_break(gate, folders, monkeypatch):
-    lines = annotations([*FOUND, finding("failed", fails=True, cell="a,b::c\n::warning::d")], Path("runs, 100%"))
+    lines = github_annotations([*FOUND, finding("failed", fails=True, cell="a,b::c\n::warning::d")], Path("runs, 100%"))
     assert len(lines) == 3
     assert lines[1].startswith(
         "::error file=runs%2C 100%25,title=h2o @ 64 on ruler%2C niah%2C retention::It has dropped."
