@@ -14,12 +14,12 @@ from evictbench.numerals import MOST_SEED, read_real, read_whole, shown
 
 def whole(help: str, most: int | None = None) -> Any:
     """An option that takes a whole number of ASCII digits. most: the largest; None: the largest count."""
-    return _number(help, "INTEGER", read_whole if most is None else lambda text: read_whole(text, most))
+    return _number(help, "<int>", read_whole if most is None else lambda text: read_whole(text, most))
 
 
 def real(help: str) -> Any:
     """An option that takes a finite number."""
-    return _number(help, "FLOAT", read_real)
+    return _number(help, "<float>", read_real)
 
 
 def _number(help: str, metavar: str, read: Callable[[str], int | float]) -> Any:
