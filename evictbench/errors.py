@@ -28,6 +28,11 @@ class NotFinite(RunFailed):
         self.tokens = tokens
 
 
+class WriteFailed(RunFailed):
+    """A file could not be written: the disk is full, or the folder has gone. What was finished before is kept. The
+    message names the file and the reason."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> UserError:
     """The error for a name that does not exist; its sentence offers near matches, or all known names.
 

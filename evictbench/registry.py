@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
 import re
 import sys
 from contextlib import suppress
@@ -16,6 +15,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from evictbench.errors import UserError, one_line, unknown
+from evictbench.numerals import MOST_SEED, read_real, read_whole, shown
 from evictbench.suite.spec import Suite
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def read_settings(kind: type[Any], settings: str, owner: str, before: str) -> An
         try:
             chosen[key] = _value(value, types[key])
         except ValueError as error:
-            raise UserError(f"The setting {key} of {owner} takes {error}, and not {value!r}.") from None
+            raise UserError(f"The setting {key} of {owner} takes {error}, and not {shown(value)!r}.") from None
     try:
         return kind(**chosen)
     except (TypeError, ValueError) as error:
@@ -240,13 +240,7 @@ def _value(text: str, kind: Any) -> Any:
             return False
         raise ValueError("true or false")
     if kind in (int, float):
-        try:
-            number = kind(text)
-        except ValueError:
-            raise ValueError("a whole number" if kind is int else "a number") from None
-        if not math.isfinite(number):
-            raise ValueError("a finite number")
-        return number
+        return read_whole(text, MOST_SEED) if kind is int else read_real(text)
     return text
 
 

@@ -7,11 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import hypothesis
 import pytest
 
 # Tests never ask the network. Set before anything imports the hub's library, and inherited by subprocesses.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A slow machine is no failing example; and every run draws anew, where a CI is noticed too.
+hypothesis.settings.register_profile(
+    "evictbench",
+    parent=hypothesis.settings.get_profile("default"),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("evictbench")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +42,14 @@ def _one_thread() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lines_about_waiting() -> None:
+    """What a command says after some seconds of waiting depends on the machine; tests of it set their own seconds."""
+    from evictbench.terminal import waiting
+
+    waiting.EVERY = 1e6
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from evictbench import __version__
-from evictbench.cli import options
+from evictbench.cli import ending, options
 from evictbench.cli.results import (
     DOCTOR_EXAMPLE,
     GATE_EXAMPLE,
@@ -22,8 +26,11 @@ from evictbench.cli.results import (
     plot,
     report,
 )
-from evictbench.errors import RunFailed, UserError
+from evictbench.errors import RunFailed, UserError, WriteFailed
 from evictbench.models import bundled, random_models
+from evictbench.numerals import MOST_SEED
+from evictbench.store.files import is_text, shortened
+from evictbench.terminal.console import command
 
 RUN_EXAMPLE = "evictbench run --policy h2o --budget 256 --suite ruler --limit 20"
 SWEEP_EXAMPLE = "evictbench sweep --policies h2o,tova --budgets 128,256,512 --suites ruler --limit 20 --dry-run"
@@ -44,7 +51,26 @@ EXAMPLES = (
     DOCTOR_EXAMPLE,
 )
 
+OF_THE_USER = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ, errno.ENXIO),
+)
+"""Errors of a file that the user can put right."""
+
+
+class Commands(TyperGroup):
+    """The subcommands. The parser would end a command that Ctrl-C interrupts without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise ending.Interrupted from None
+
+
 app = typer.Typer(
+    cls=Commands,
     name="evictbench",
     help="What a KV-cache eviction policy costs in accuracy, and what it saves in memory and time.",
     epilog="\n\n".join(("Examples:", *EXAMPLES)),
@@ -139,9 +165,9 @@ def sweep(
     executor: Annotated[
         str, typer.Option(help="local (a worker process on each GPU, or on the CPU) or ray (tasks on a cluster).")
     ] = "local",
-    shards: Annotated[int, typer.Option(help="Jobs that each cell's documents are dealt to.")] = 1,
+    shards: Annotated[int, options.whole(help="Jobs that each cell's documents are dealt to.")] = 1,
     gpus_per_cell: Annotated[
-        float | None, typer.Option(help="GPUs of each job; with Ray also a part of one (0.5). Default: 1, if any.")
+        float | None, options.real(help="GPUs of each job; with Ray also a part of one (0.5). Default: 1, if any.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells with tokens, memory and time, and run nothing.")
@@ -201,7 +227,7 @@ def trace(
     budget: Annotated[
         str | None, typer.Option(help="Cache entries per KV head: 2048, or 25%; several, comma-separated.")
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Decode steps after each prompt.")] = 128,
+    new_tokens: Annotated[int, options.whole(help="Decode steps after each prompt.")] = 128,
     batch_size: Annotated[str, typer.Option(help="Rows decoded together, comma-separated.")] = "1",
     model: Annotated[
         str,
@@ -216,12 +242,12 @@ def trace(
     prefill: options.Prefill = "native",
     chunk: options.Chunk = 512,
     retention: Annotated[
-        int | None, typer.Option(help="Also note which positions are kept, every so many tokens.")
+        int | None, options.whole(help="Also note which positions are kept, every so many tokens.")
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text to read and go on with. Default: tokens drawn from the seed.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of tokens and of a shape's weights.")] = 0,
+    seed: Annotated[int, options.whole(help="Seed of tokens and of a shape's weights.", most=MOST_SEED)] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: options.Dtype = "auto",
     out: Annotated[
@@ -249,29 +275,29 @@ def train(
     ],
     out: Annotated[Path, typer.Option(help="Folder for weights, log and checkpoints.")],
     model: options.Model = bundled.NAME,
-    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000,
+    steps: Annotated[int, options.whole(help="Steps of the optimiser.")] = 1000,
     budget: Annotated[str, typer.Option(help="Cache entries per KV head; of a comma list each batch draws one.")] = (
         "256"
     ),
-    window: Annotated[int, typer.Option(help="Recent tokens that are always kept.")] = 32,
+    window: Annotated[int, options.whole(help="Recent tokens that are always kept.")] = 32,
     recipe: Annotated[str | None, typer.Option(help="Settings of the policy's own training: ratio=8,ramp=500.")] = None,
     finetune: Annotated[
         bool, typer.Option("--finetune", help="Train the model too, to match its dense self under eviction.")
     ] = False,
-    lr: Annotated[float, typer.Option(help="Highest learning rate of the scorer.")] = 1e-3,
-    model_lr: Annotated[float, typer.Option(help="Learning rate of the model (--finetune).")] = 8e-5,
-    length: Annotated[int, typer.Option(help="Tokens per block of text, at most.")] = 2048,
+    lr: Annotated[float, options.real(help="Highest learning rate of the scorer.")] = 1e-3,
+    model_lr: Annotated[float, options.real(help="Learning rate of the model (--finetune).")] = 8e-5,
+    length: Annotated[int, options.whole(help="Tokens per block of text, at most.")] = 2048,
     no_pack: Annotated[
         bool, typer.Option("--no-pack", help="One text a block, left as it is where shorter than --length.")
     ] = False,
-    blocks: Annotated[int | None, typer.Option(help="Use at most so many blocks. Default: all the steps see.")] = None,
+    blocks: Annotated[int | None, options.whole(help="Use at most so many blocks. Default: all the steps see.")] = None,
     held_out: Annotated[
-        int | None, typer.Option(help="Blocks not trained on, for the loss at the end and calibration.")
+        int | None, options.whole(help="Blocks not trained on, for the loss at the end and calibration.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Blocks in one forward pass of one process.")] = 1,
-    accumulate: Annotated[int, typer.Option(help="Forward passes to a step.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    batch_size: Annotated[int, options.whole(help="Blocks in one forward pass of one process.")] = 1,
+    accumulate: Annotated[int, options.whole(help="Forward passes to a step.")] = 1,
+    seed: Annotated[int, options.whole(help="Seed of everything that is drawn.", most=MOST_SEED)] = 0,
+    save_every: Annotated[int, options.whole(help="Steps between checkpoints.")] = 100,
     weights_dtype: Annotated[str, typer.Option(help="Save the weights as float32 or float16.")] = "float32",
     store: Annotated[
         Path | None, typer.Option(help="Folder for features of the frozen model. Default: in --out.")
@@ -301,29 +327,68 @@ app.add_typer(listing, name="list")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The `evictbench` command: exit code 0, 1 for a failure, 2 for bad input, 130 for Ctrl-C."""
+    """The `evictbench` command. Exit code 0; 1 for a failure, 2 for bad input, 130 for Ctrl-C, 143 for SIGTERM, 129 for
+    SIGHUP, 141 where the reader of its output has gone."""
     given = sys.argv[1:] if arguments is None else arguments
+    os.environ["MPLBACKEND"] = "agg"  # pictures go to files; a notebook's own backend may not even be there
+    ending.ensure_streams()
+    with ending.Signals() as signals:
+        failure: Exception | None = None
+        code = 0
+        try:
+            _check_surroundings(given)
+            code = app(args=given, prog_name="evictbench", standalone_mode=False) or 0
+        except (KeyboardInterrupt, ending.Interrupted):
+            typer.echo("Stopped.", err=True)
+            code = ending.INTERRUPTED
+        except SystemExit as ended:  # the parser ends the process where a pipe is closed
+            if not isinstance(ended.__context__, BrokenPipeError):
+                raise
+            failure = ended.__context__
+        except Exception as error:
+            if "--debug" in given:
+                raise
+            failure = error
+        broken = ending.broken_output(failure)
+        if broken is not None:
+            code = _say(*broken)
+        elif failure is not None:
+            code = _report(failure)
+    raise SystemExit(signals.exit_code(code))
+
+
+def _check_surroundings(given: Sequence[str]) -> None:
+    """Raise UserError where no command could write what it makes: names that are not UTF-8, no working folder."""
+    for word in given:
+        if not is_text(word):
+            raise UserError(
+                f"The name {word!r} is not UTF-8, and what evictbench writes is: give the file or folder another name."
+            )
     try:
-        code = app(args=given, prog_name="evictbench", standalone_mode=False)
-    except KeyboardInterrupt:  # before the subcommand began; it handles a later one itself
-        code = 130
-    except Exception as error:
-        if "--debug" in given:
-            raise
-        code = _report(error)
-    raise SystemExit(code or 0)
+        os.getcwd()
+    except OSError as error:
+        raise UserError("The working folder is not there any more: change to another one.") from error
 
 
 def _report(error: Exception) -> int:
     """Print an error as one line. Returns its exit code."""
-    if isinstance(error, UserError):
+    if isinstance(error, WriteFailed):
+        text, code = f"{error} To go on: {command()}", 1
+    elif isinstance(error, UserError):
         text, code = str(error), 2
+    elif isinstance(error, RunFailed):
+        text, code = str(error), 1
     elif hasattr(error, "format_message"):  # an error of the parser, whichever package it comes from
         text, code = error.format_message(), 2
+    elif isinstance(error, OSError) and error.filename is not None and error.errno in OF_THE_USER:
+        text, code = f"{shortened(Path(os.fsdecode(error.filename)))}: {error.strerror}.", 2
     else:
-        text, code = str(error), 1
-        if not isinstance(error, RunFailed):
-            text = f"{type(error).__name__}: {text} (--debug shows the traceback)"
-    if text:  # empty where the parser has shown its help
+        text, code = f"{type(error).__name__}: {error} (--debug shows the traceback)", 1
+    return _say(text, code)
+
+
+def _say(text: str, code: int) -> int:
+    """Print an error as one line, and return its exit code. The text is empty where the parser has shown its help."""
+    if text:
         typer.echo(f"error: {' '.join(text.split())}", err=True)
     return code

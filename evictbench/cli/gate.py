@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from evictbench.errors import UserError
 from evictbench.gate import ask
 from evictbench.gate.finding import Finding, GateRequest
 from evictbench.gate.tolerances import EXACT_IDS, EXACT_KL
-from evictbench.store.files import existing_parent
+from evictbench.store.files import check_file, saving, write_text
 from evictbench.terminal.console import console_for, describe, say
+from evictbench.terminal.markdown import markdown_text
 from evictbench.terminal.waiting import Waiting
 
 COLUMNS = ("", "cell", "suite", "task", "what", "here", "there", "difference", "95%", "p", "n", "finds")
@@ -35,18 +38,22 @@ QUIET = ("passed", "reproduced")
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def gate_and_show(request: GateRequest, as_json: bool = False, quiet: bool = False) -> int:
+def gate_and_show(request: GateRequest, as_json: bool = False, quiet: bool = False, whole: bool = False) -> int:
     """Print the findings, write the files, and return the exit code.
 
-    as_json: print the findings as JSON. quiet: print only the verdict and what fails.
+    as_json: print the findings as JSON. quiet: print only the verdict and what fails. whole: list in the table what
+    passed too.
     """
     _check(request)
     with Waiting(console_for(stderr=True, quiet=quiet)) as waiting:
         findings = ask.findings(request, waiting.begin)
     console = console_for(stderr=as_json, quiet=quiet)
     describe(console, "gate", _rows(request))
-    shown = json_of if as_json else in_short if quiet else as_table
+    shown = json_of if as_json else in_short if quiet else partial(as_table, whole=whole)
     print(shown(findings))
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in github_annotations(findings, request.folder):
+            print(line, file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     for file, form, append in (
         (request.junit, as_junit, False),
@@ -60,28 +67,32 @@ def gate_and_show(request: GateRequest, as_json: bool = False, quiet: bool = Fal
     return int(any(finding.fails for finding in findings))
 
 
-def as_table(findings: Sequence[Finding]) -> str:
-    """A table, and below it the sentences of all that is not simply passed."""
+def as_table(findings: Sequence[Finding], whole: bool = False) -> str:
+    """A table, what fails first, and below it the sentences of all that is not simply passed. whole: with the rows that
+    passed; without it a line counts them."""
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    shown, passed = _in_order(findings)
+    rows = [*shown, *passed] if whole else shown
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for number, heading in enumerate(COLUMNS):
         table.add_column(heading, justify="left" if number < LEFT else "right", no_wrap=True)
-    for finding in findings:
+    for finding in rows:
         table.add_row(*(escape(cell) for cell in (finding.status, *_cells(finding))))
     console = Console(width=max(40, Console(width=10_000).measure(table).maximum), color_system=None)
     with console.capture() as capture:
         console.print(table)
     notable = [
-        f"{finding.status}: {_named(finding)}: {finding.why}" for finding in findings if finding.status not in QUIET
+        f"{finding.status}: {_named(finding)}: {finding.why}" for finding in shown if finding.status not in QUIET
     ]
-    lines = [line.rstrip() for line in capture.get().strip("\n").rstrip().splitlines()]
-    legend = [LEGEND] if any(finding.finds is not None for finding in findings) else []
+    lines = [line.rstrip() for line in capture.get().strip("\n").rstrip().splitlines()] if table.row_count else []
+    lines += ["", _left_out(passed)] if passed and not whole else []
+    legend = [LEGEND] if table.row_count and any(finding.finds is not None for finding in rows) else []
     notes = ["", *legend, *notable] if legend or notable else []
-    return "\n".join([*lines, *notes, "", verdict(findings)])
+    return "\n".join([*lines, *notes, "", verdict(findings)]).lstrip("\n")
 
 
 def in_short(findings: Sequence[Finding]) -> str:
@@ -95,20 +106,40 @@ def in_short(findings: Sequence[Finding]) -> str:
 
 
 def as_markdown(findings: Sequence[Finding]) -> str:
-    """A heading with the verdict, the sentences that matter, and the table."""
+    """A heading with the verdict, the sentences that matter, and tables: what fails first, and what passed folded."""
+    shown, passed = _in_order(findings)
     lines = [f"### evictbench gate: {verdict(findings)}", ""]
-    notable = [finding for finding in findings if finding.status not in QUIET]
     lines += [
-        f"- {_mark(finding)} **{_plain(_named(finding))}** {finding.status}: {_plain(finding.why)}"
-        for finding in notable
+        f"- {_mark(finding)} **{markdown_text(_named(finding))}** {finding.status}: {markdown_text(finding.why)}"
+        for finding in shown
+        if finding.status not in QUIET
     ]
-    lines += ["", f"| {' | '.join(COLUMNS)} |"] if notable else [f"| {' | '.join(COLUMNS)} |"]
-    lines.append("|" + "|".join("---" if number < LEFT else "---:" for number in range(len(COLUMNS))) + "|")
-    for finding in findings:
-        lines.append(f"| {' | '.join(map(_plain, (f'{_mark(finding)} {finding.status}', *_cells(finding))))} |")
+    if shown:
+        lines += [*([""] if lines[-1] else []), *_markdown_table(shown)]
+    if passed:
+        lines += [
+            "",
+            f"<details><summary>{len(passed)} passed</summary>",
+            "",
+            *_markdown_table(passed),
+            "",
+            "</details>",
+        ]
     if any(finding.finds is not None for finding in findings):
         lines += ["", LEGEND]
     return "\n".join([*lines, ""])
+
+
+def github_annotations(findings: Sequence[Finding], folder: Path) -> list[str]:
+    """A workflow command of GitHub for each finding that fails: an error beside the change, named by cell and row, at
+    the folder of runs."""
+    place = _property(str(folder))
+    lines = []
+    for finding in findings:
+        if finding.fails:
+            said = _data(f"{finding.why} {_in_words(finding)}")
+            lines.append(f"::error file={place},title={_property(_named(finding))}::{said}")
+    return lines
 
 
 def json_of(findings: Sequence[Finding]) -> str:
@@ -213,21 +244,50 @@ def _check(request: GateRequest) -> None:
         raise UserError(f"--tolerance is a drop in score from 0 to 1 (0.02 is two points), not {request.tolerance:g}.")
     if not request.latency_tolerance >= 0:
         raise UserError(f"--latency-tolerance is a share from 0 up (0.1 is 10%), not {request.latency_tolerance:g}.")
-    for file in filter(None, (request.junit, request.markdown)):
-        if file.is_dir():
-            raise UserError(f"{file} is a folder, and what is written is a file.")
-        parent = existing_parent(file.absolute().parent)
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise UserError(f"{file} cannot be written: {parent} is a file, or gives no permission.")
+    for file, subject in ((request.junit, "JUnit's XML"), (request.markdown, "Markdown")):
+        if file is not None:
+            check_file(file, subject)
 
 
 def _write(file: Path, text: str, append: bool = False) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a" if append else "w", encoding="utf-8") as out:
-            out.write(text if text.endswith("\n") else text + "\n")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror or error}.") from error
+    if append:
+        with saving(file), file.open("a", encoding="utf-8", errors="replace") as out:
+            out.write(text)
+    else:
+        write_text(file, text)
+
+
+def _in_order(findings: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """What is always shown, what fails first; and what passed."""
+    shown = [finding for finding in findings if finding.fails or finding.status != "passed"]
+    passed = [finding for finding in findings if not finding.fails and finding.status == "passed"]
+    return sorted(shown, key=lambda finding: (not finding.fails, finding.status in QUIET)), passed
+
+
+def _left_out(passed: Sequence[Finding]) -> str:
+    are, them = ("is", "it") if len(passed) == 1 else ("are", "them")
+    return f"{len(passed)} passed and {are} not listed: --all lists {them}."
+
+
+def _markdown_table(findings: Sequence[Finding]) -> list[str]:
+    lines = [
+        f"| {' | '.join(COLUMNS)} |",
+        "|" + "|".join("---" if number < LEFT else "---:" for number in range(len(COLUMNS))) + "|",
+    ]
+    for finding in findings:
+        cells = (f"{_mark(finding)} {finding.status}", *_cells(finding))
+        lines.append(f"| {' | '.join(map(markdown_text, cells))} |")
+    return lines
+
+
+def _data(text: str) -> str:
+    """Text as a workflow command of GitHub takes it."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    """A value before the "::" of a workflow command."""
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def _counts(findings: Sequence[Finding]) -> dict[str, str]:
@@ -288,11 +348,6 @@ def _number(quantity: str, value: float | None, signed: bool = False) -> str:
     if quantity in ("score", "above full", "ids", "retention"):
         return f"{sign}{100 * size:.1f}%" if quantity in ("ids", "retention") else f"{sign}{100 * size:.1f}"
     return f"{sign}{size:.4g}"
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is, inside a table too."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text).replace("\n", " ")
 
 
 def _clean(text: str) -> str:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from evictbench.errors import UserError, unknown
 from evictbench.plot.drawings import drawings
 from evictbench.plot.request import OF_RUNS, OF_TRACES, PICTURES, Drawing, PlotRequest
-from evictbench.store.files import check_writable
+from evictbench.store.files import check_writable, writing
 from evictbench.store.select import comma_list
 from evictbench.store.trace_files import is_trace
 from evictbench.terminal.console import console_for, say
+from evictbench.terminal.markdown import markdown_text
 from evictbench.terminal.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -39,11 +40,19 @@ LATEX_SPECIAL = {
     "}": r"\}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    "[": "{[}",
+    "*": "{*}",
     "‖": r"$\Vert$",
     "÷": r"$\div$",
     "·": r"$\cdot$",
 }
-"""Letters that LaTeX writes otherwise."""
+"""Letters that LaTeX writes otherwise. After the end of a row, a bracket or a star would be taken for its option."""
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+"""What a text begins with that a spreadsheet takes for a formula."""
 
 
 def plot_and_show(request: PlotRequest, as_json: bool = False, quiet: bool = False) -> int:
@@ -75,7 +84,8 @@ def plot_and_show(request: PlotRequest, as_json: bool = False, quiet: bool = Fal
     for drawing in printed:
         for form in texts:
             if len(printed) > 1 and form in ("csv", "markdown"):
-                print(f"# {drawing.name}: {drawing.title}" if form == "csv" else f"**{drawing.title}**\n")
+                title = " ".join(drawing.title.split())
+                print(f"# {drawing.name}: {title}" if form == "csv" else f"**{markdown_text(title)}**\n")
             print(as_text(drawing.numbers, form, drawing.title))
             print()
     console = console_for(stderr=bool(texts), quiet=quiet)
@@ -90,7 +100,8 @@ def as_text(frame: pd.DataFrame, form: str, title: str) -> str:
     """The frame in one of `TEXTS`. CSV has every digit; the others have four that matter."""
     frame = _without_empty(frame)
     if form == "csv":
-        return str(frame.to_csv(index=False)).rstrip("\n")
+        return str(_for_spreadsheets(frame).to_csv(index=False)).rstrip("\n")
+    title = " ".join(title.split())
     rows = [[_cell(value) for value in row] for row in frame.itertuples(index=False)]
     names = [str(name) for name in frame]
     numbers = [frame[name].dtype.kind in "fiu" for name in frame]
@@ -117,6 +128,17 @@ def json_of(figures: Sequence[tuple[str, str, pd.DataFrame]]) -> str:
     )
 
 
+def _for_spreadsheets(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with an apostrophe before each text that a spreadsheet would run as a formula. Numbers stay as they
+    are."""
+
+    def harmless(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+    texts = {name: frame[name].astype(object).map(harmless) for name in frame if frame[name].dtype.kind not in "biuf"}
+    return frame.assign(**texts).rename(columns=harmless)
+
+
 def _next(request: PlotRequest) -> list[str]:
     """The report of the same runs; of a trace, with the runs beside it, or its numbers where there are no runs."""
     if not is_trace(request.folder):
@@ -136,15 +158,14 @@ def _write(drawing: Drawing, forms: Sequence[str], out: Path) -> list[Path]:
     from evictbench.plot.style import SETTINGS
 
     files = [out / f"{drawing.name}.{form}" for form in forms]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with mpl.rc_context(SETTINGS):
-            figure = drawing.figure()
-            for form, file in zip(forms, files, strict=True):
-                metadata = {"Date": None} if form == "svg" else {}
-                figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.08, metadata=metadata)
-    except OSError as error:
-        raise UserError(f"Plots cannot be written to {out}: {error.strerror or error}.") from error
+    with mpl.rc_context(SETTINGS):
+        figure = drawing.figure()
+        for form, file in zip(forms, files, strict=True):
+            metadata = {"Date": None} if form == "svg" else {}
+            with writing(file) as unfinished:
+                figure.savefig(
+                    unfinished, format=form, dpi=200, bbox_inches="tight", pad_inches=0.08, metadata=metadata
+                )
     return files
 
 
@@ -186,7 +207,7 @@ def _cell(value: Any) -> str:
         return ""
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
-    return str(value)
+    return " ".join(str(value).split())
 
 
 def _table(names: list[str], rows: list[list[str]], numbers: list[bool], title: str) -> str:
@@ -208,7 +229,7 @@ def _table(names: list[str], rows: list[list[str]], numbers: list[bool], title: 
 
 def _markdown(names: list[str], rows: list[list[str]], numbers: list[bool]) -> str:
     def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(map(markdown_text, cells)) + " |"
 
     return "\n".join([line(names), line(["---:" if number else "---" for number in numbers]), *map(line, rows)])
 

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.store.summary import tokens_per_second
+from evictbench.terminal import waiting
 from evictbench.terminal.console import warn
-from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.terminal.waiting import Waiting, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,6 +106,6 @@ class ProgressLine:
     def _show(self) -> None:
         if self.waiting.on_screen:
             self.waiting.count(self.text(), self.done, self.total)
-        elif self.clock() - self.written >= EVERY:
+        elif self.clock() - self.written >= waiting.EVERY:
             self.written = self.clock()
             self.console.print(self.text(), highlight=False)

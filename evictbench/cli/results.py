@@ -65,7 +65,7 @@ def plot(
     from evictbench.plot.request import PlotRequest
 
     given["format"] = given.pop("form")
-    raise typer.Exit(plot_and_show(PlotRequest(**given), as_json, quiet))
+    raise typer.Exit(plot_and_show(PlotRequest(**given, each_protocol=True), as_json, quiet))
 
 
 def report(
@@ -83,7 +83,7 @@ def report(
     where: options.Where = None,
     documents: Annotated[
         int | None,
-        typer.Option(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
+        options.whole(help="Prompts and answers of so many documents a task; 0 for none. Default: all that fit."),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
@@ -118,10 +118,10 @@ def gate(
     paired: Annotated[
         bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
     ] = False,
-    tolerance: Annotated[float, typer.Option(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
+    tolerance: Annotated[float, options.real(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
     latency_tolerance: Annotated[
         float,
-        typer.Option(help="A rise in a step's time over the full cache's that is let pass, as a share."),
+        options.real(help="A rise in a step's time over the full cache's that is let pass, as a share."),
     ] = LATENCY_TOLERANCE,
     trace: Annotated[
         list[Path] | None, typer.Option(help="Folder of a trace. Repeatable. Default: those among the runs.")
@@ -140,6 +140,7 @@ def gate(
         Path | None, typer.Option(help="Write Markdown to this file; on GitHub the step summary gets it too.")
     ] = None,
     as_json: options.Json = False,
+    whole: Annotated[bool, typer.Option("--all", help="List in the table what passed too.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No table: the verdict, and what fails.")] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -151,14 +152,14 @@ def gate(
 
     given["traces"] = tuple(given.pop("trace") or ())
     given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
-    raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet))
+    raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet, whole))
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     """A command's options as its request takes them: those that choose samples as `filters`, none about output."""
     from evictbench.store.select import Filters
 
-    given = {name: value for name, value in options.items() if name not in ("as_json", "quiet", "debug")}
+    given = {name: value for name, value in options.items() if name not in ("as_json", "quiet", "whole", "debug")}
     chosen = {name: given.pop(name) for name in Filters.__dataclass_fields__}
     return {**given, "filters": Filters(**{**chosen, "where": tuple(chosen["where"] or ())})}
 

@@ -72,7 +72,7 @@ def run_and_show(settings: RunSettings, as_json: bool, quiet: bool = False) -> i
             progress.phase(LOOKING)
             outcome = run(settings, progress)
     except KeyboardInterrupt:
-        print("Stopped before the first sample.", file=sys.stderr)
+        print(f"Stopped before the first sample. To go on: {command()}", file=sys.stderr)
         return 130
     summary = outcome.summary
     if summary["tasks"]:

@@ -59,7 +59,7 @@ def sweep_and_show(file: Path | None, given: Mapping[str, Any], options: SweepOp
 
             cells, impossible = plan_cells(settings, waiting.begin)
     except KeyboardInterrupt:
-        print("Stopped before the first sample.", file=sys.stderr)
+        print(f"Stopped before the first sample. To go on: {command()}", file=sys.stderr)
         return 130
     report, hints = output_consoles(as_json, options.quiet)
     describe(hints, "sweep", _description(cells, options, executor))

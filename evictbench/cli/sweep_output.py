@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.sweep.job import ANSWERING
+from evictbench.terminal import waiting
 from evictbench.terminal.console import say, warn
 from evictbench.terminal.units import human_bytes, percent, percent_interval
-from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.terminal.waiting import Waiting, duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,7 @@ class SweepTable:
         self.waiting.end()
         if self.waiting.on_screen:
             self._live().update(live_table(progress, self.console.height - 4))
-        elif self.clock() - self.written >= EVERY:
+        elif self.clock() - self.written >= waiting.EVERY:
             self.written = self.clock()
             say(self.console, status_line(progress))
             for cell in progress.cells:

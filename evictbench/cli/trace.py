@@ -30,8 +30,9 @@ def trace_and_show(settings: TraceSettings, as_json: bool, quiet: bool = False) 
     """
     silence_libraries()
     report, hints = output_consoles(as_json, quiet)
+    lines = TraceLines(console_for(stderr=True, quiet=quiet))
     try:
-        with TraceLines(console_for(stderr=True, quiet=quiet)) as lines:
+        with lines:
             lines.phase(LOOKING)
             from evictbench.trace.settings import check
 
@@ -39,12 +40,15 @@ def trace_and_show(settings: TraceSettings, as_json: bool, quiet: bool = False) 
             from evictbench.trace.run import finished_cells, make_plan, trace
 
             plan = make_plan(settings, lines.phase)
-            finished = finished_cells(plan)
+            lines.finished = finished_cells(plan)
             lines.end()
-            describe(hints, "trace", description(plan, finished))
+            describe(hints, "trace", description(plan, lines.finished))
             about = trace(plan, lines)
     except KeyboardInterrupt:
-        print(f"Stopped; finished cells are kept in {settings.folder}. To go on: {command()}", file=sys.stderr)
+        print(
+            f"Stopped; {lines.finished} finished cells are kept in {settings.folder}. To go on: {command()}",
+            file=sys.stderr,
+        )
         return 130
     _, steps = read_trace(settings.folder)
     report.print(cell_table(about, steps))
@@ -58,7 +62,11 @@ def trace_and_show(settings: TraceSettings, as_json: bool, quiet: bool = False) 
 
 
 class TraceLines(Waiting):
-    """Follows a trace (`evictbench.trace.run.Watcher`) and writes a line for each cell. Use as a context manager."""
+    """Follows a trace (`evictbench.trace.run.Watcher`) and writes a line for each cell. Use as a context manager.
+
+    finished: how many cells are measured, those of earlier commands included."""
+
+    finished = 0
 
     def phase(self, text: str) -> None:
         """A step begins that takes a while."""
@@ -67,6 +75,7 @@ class TraceLines(Waiting):
     def cell_done(self, number: int, total: int, cell: TraceCell, record: Mapping[str, Any]) -> None:
         """Cell `number` of `total` is measured. record: its entry in the trace's summary."""
         self.end()
+        self.finished = number
         say(self.console, f"{number}/{total} {cell}: {_in_words(record)}")
 
 

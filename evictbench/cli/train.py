@@ -12,15 +12,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from evictbench.cli.progress import LOOKING
+from evictbench.terminal import waiting
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
-from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.terminal.waiting import Waiting, duration
+from evictbench.train.checkpoint import kept_steps
 from evictbench.train.settings import STORE, check
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evictbench.train.checkpoint import kept_steps
     from evictbench.train.plan import TrainPlan
-    from evictbench.train.settings import TrainSettings
+from evictbench.train.settings import TrainSettings
 
 _SHOWN = 4
 """How many numbers of a step the line shows: the first ones that the learner gives."""
@@ -43,7 +46,11 @@ def train_and_show(settings: TrainSettings, as_json: bool, quiet: bool = False) 
 
             outcome = train(settings, progress)
     except KeyboardInterrupt:
-        print(f"Stopped; to go on from the last checkpoint: {command()}", file=sys.stderr)
+        kept = kept_steps(settings.out)
+        print(
+            f"Stopped; {kept} of {settings.steps} steps are kept in {settings.out}. To go on: {command()}",
+            file=sys.stderr,
+        )
         return 130
     if not outcome.record:  # another process of this training reports
         return 0
@@ -132,7 +139,7 @@ class TrainingLine:
 
     def _show(self, text: str, done: int, total: int, now: bool) -> None:
         self.waiting.count(text, done, total)
-        if not self.waiting.on_screen and (now or time.monotonic() - self.written >= EVERY):
+        if not self.waiting.on_screen and (now or time.monotonic() - self.written >= waiting.EVERY):
             self.written = time.monotonic()
             say(self.console, text)
 

@@ -8,6 +8,7 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
+from evictbench.numerals import check_count, check_seed
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
 from evictbench.suite.spec import Suite
@@ -80,11 +81,8 @@ def _check_options(settings: RunSettings) -> None:
         if getattr(settings, name) not in words:
             raise unknown("value", getattr(settings, name), words, f" of --{name}")
     for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least 1.")
-    if settings.seed < 0:
-        raise UserError(f"--seed is {settings.seed}; it has to be 0 or more.")
+        check_count(name.replace("_", "-"), getattr(settings, name))
+    check_seed(settings.seed)
 
 
 def _check_folders(settings: RunSettings) -> None:

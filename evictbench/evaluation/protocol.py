@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError, unknown
+from evictbench.numerals import MOST, read_whole, shown
 from evictbench.suite.spec import GREEDY, Protocol, Question, Sampling, Suite
 
 if TYPE_CHECKING:
@@ -131,9 +132,13 @@ def in_words(sampling: Sampling) -> str:
 def _answer_limit(given: str, preset: Protocol) -> AnswerLimit:
     if given in ("auto", "card"):
         return AnswerLimit(None, preset.max_new_tokens, shrinks=given == "auto")
-    if not (given.isascii() and given.isdigit() and int(given) > 0):
-        raise UserError(f"--max-new-tokens takes a number above 0, card or auto, and not {given!r}.")
-    return AnswerLimit(int(given), preset.max_new_tokens, shrinks=False)
+    try:
+        limit = read_whole(given)
+    except ValueError:
+        limit = 0
+    if limit < 1:
+        raise UserError(f"--max-new-tokens takes a number from 1 to {MOST:,}, card or auto, and not {shown(given)!r}.")
+    return AnswerLimit(limit, preset.max_new_tokens, shrinks=False)
 
 
 def _sampling(settings: RunSettings, preset: Protocol, suite: Suite) -> Sampling:

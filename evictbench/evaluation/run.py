@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-from evictbench.errors import NotFinite, RunFailed, UserError
+from evictbench.errors import NotFinite, RunFailed, UserError, WriteFailed
 from evictbench.evaluation import full_cache, tasks
 from evictbench.evaluation.plan import RunPlan, make_plan
 from evictbench.evaluation.prompts import PlannedSample
@@ -90,14 +90,17 @@ def run_plan(
             watcher.warn(sentence)
         interrupted = False
         try:
-            if todo:
-                _generate(plan, folder, todo, watcher, make_generator or load_generator)
-        except KeyboardInterrupt:
-            interrupted = True
-        finally:
-            doubts = list(full_cache.doubts_about(plan))
-            summary = _summary(plan, folder, doubts)
-            folder.write_summary(summary)
+            try:
+                if todo:
+                    _generate(plan, folder, todo, watcher, make_generator or load_generator)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                doubts = list(full_cache.doubts_about(plan))
+                summary = _summary(plan, folder, doubts)
+                folder.write_summary(summary)
+        except WriteFailed as error:
+            raise WriteFailed(f"{error} {len(folder.samples)} finished samples are in {plan.folder}.") from error
         for sentence in doubts:
             watcher.warn(sentence)
     return Outcome(plan, summary, interrupted)

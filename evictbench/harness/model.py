@@ -30,6 +30,7 @@ from evictbench.generation.loglikelihood import Choice, ChoiceScorer
 from evictbench.harness.arguments import encode_text, generation_settings, render_chat
 from evictbench.models import bundled, load
 from evictbench.models.ready import ready_policy
+from evictbench.numerals import MOST, MOST_SEED, read_whole, shown
 from evictbench.store import run_folder
 from evictbench.suite import chat_template as chat_templates
 
@@ -98,10 +99,10 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         ready.check_budget(self.budget)
         self.policy, trained = ready.policy, ready.weights
         window = load.context_window(config)
-        self.max_length = min(int(max_length or window), window)
+        self.max_length = min(_whole("max_length", max_length or window), window)
         self.tokenizer = load.load_tokenizer(self.source, trust_remote_code)
         load.check_vocabulary(self.tokenizer, config, self.source.name)
-        self.seed = int(seed)
+        self.seed = _whole("seed", seed, MOST_SEED)
         self._switch = _word(thinking)
         self._thinking: Any = None
         self._template_text: str | None = None
@@ -109,8 +110,8 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
         self._device = self.model.device
         settings: dict[str, Any] = {
             "prefill": prefill,
-            "chunk": int(chunk),
-            "batch_size": 8 if str(batch_size).startswith("auto") else int(batch_size),
+            "chunk": _whole("chunk", chunk),
+            "batch_size": 8 if str(batch_size).startswith("auto") else _whole("batch_size", batch_size),
         }
         ends = end_tokens(getattr(self.model.generation_config, "eos_token_id", None), self.tokenizer)
         self._generator = Generator(
@@ -124,7 +125,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             "policy": {"name": chosen.name, "settings": chosen.settings, "source": chosen.source},
             "budget": None if self.budget is None else str(self.budget),
             "prefill": prefill,
-            "chunk": int(chunk),
+            "chunk": _whole("chunk", chunk),
             "thinking": self._switch,
             **({} if ends.identity is None else {"end_tokens": ends.identity}),
             **({} if trained is None else {"policy_weights": trained.identity}),
@@ -303,6 +304,14 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
 
 def _named(instance: Instance) -> str:
     return f"{instance.task_name}, sample {instance.doc_id}"
+
+
+def _whole(name: str, value: Any, most: int = MOST) -> int:
+    """A whole number of the model's arguments, which lm-eval hands over as a number or as text."""
+    try:
+        return read_whole(str(value), most)
+    except ValueError as error:
+        raise UserError(f"The model argument {name} takes {error}, and not {shown(value)!r}.") from None
 
 
 def _word(value: Any) -> str:

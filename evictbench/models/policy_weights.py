@@ -29,7 +29,7 @@ from evictbench.models.model_card import markdown
 from evictbench.models.model_files import check_inside
 from evictbench.models.safetensors_files import read_header
 from evictbench.policy.step import ModelShape
-from evictbench.store.files import file_sha256, write_json
+from evictbench.store.files import file_sha256, saving, write_json
 from evictbench.store.records import PolicyCard, checked, read_object
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     data = {"policy": policy, "variant": variant, **card}
     unfinished = folder / f".{TENSORS}-unfinished"
-    save_file(stored, unfinished, metadata={"format": "pt"})
+    with saving(unfinished):
+        save_file(stored, unfinished, metadata={"format": "pt"})
     unfinished.replace(folder / TENSORS)
     write_json(folder / CONFIG, data)
     unfinished = folder / f".{CARD}-unfinished"

@@ -136,7 +136,7 @@ def _merged(samples: pd.DataFrame) -> pd.DataFrame:
 def _entries(budget: str, seen: float, most: float, guard: bool) -> float | None:
     if not budget:
         return None
-    return float(budget) if guard and budget.isdigit() and most <= int(budget) else seen
+    return float(budget) if guard and budget.isascii() and budget.isdigit() and most <= int(budget) else seen
 
 
 def _interval(low: float | None, high: float | None) -> Interval | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from evictbench.store.trace_files import is_trace
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+LONGEST_NAME = 150
+"""Letters of a figure's name, which is that of its files."""
 
 
 def drawings(request: PlotRequest, names: Sequence[str] | None, warn: Callable[[str], None]) -> Iterator[Drawing]:
@@ -41,23 +46,62 @@ def _run_drawings(request: PlotRequest, names: Sequence[str] | None, warn: Calla
     if column.endswith("_seconds"):
         raise UserError(f"{request.metric} of a run says little about speed: plot a trace (evictbench trace).")
     samples = samples[samples[column].notna()]
-    groups = samples.groupby(["suite", "model"], observed=True)
+    groups = list(samples.groupby(["suite", "model"], observed=True))
+    names_taken: set[str] = set()
+    refusal: UserError | None = None
     for (suite, model), group in groups:
-        panels = {}
-        for panel, part in _panels(group, request.by):
-            where = ", ".join(filter(None, (suite, model, panel)))
-            select.check_one_protocol(part, where, allowed)
-            whole, left_out = select.common_tasks(part)
-            whole = select.paired_documents(whole) if request.paired else whole
-            for sentence in (*left_out, *select.uneven_tasks(whole)):
-                warn(f"{where}: {sentence}")
-            panels[panel] = whole
-        yield from _group_drawings(request, names, suite, model, panels)
+        parts = select.by_protocol(group, allowed, request.by) if request.each_protocol else [("", group)]
+        for protocol, part in parts:
+            try:
+                panels = _panels_of(part, request, ", ".join(filter(None, (suite, model, protocol))), allowed, warn)
+                drawn = list(_group_drawings(request, names, suite, model, panels, protocol))
+            except UserError as error:
+                if not request.each_protocol or len(groups) * len(parts) == 1:
+                    raise
+                warn(f"{', '.join(filter(None, (suite, model, protocol)))} is not drawn: {error}")
+                refusal = refusal or error
+                continue
+            for drawing in drawn:
+                yield replace(drawing, name=_not_taken(drawing.name, names_taken))
+    if refusal is not None and not names_taken:
+        raise refusal
+
+
+def _panels_of(
+    samples: pd.DataFrame, request: PlotRequest, where: str, allowed: Sequence[str], warn: Callable[[str], None]
+) -> dict[str, pd.DataFrame]:
+    """The panels of a figure, each with the samples that may stand in it. where: what the samples have in common."""
+    panels = {}
+    for panel, part in _panels(samples, request.by):
+        place = ", ".join(filter(None, (where, panel)))
+        select.check_one_protocol(part, place, allowed)
+        whole, left_out = select.common_tasks(part)
+        whole = select.paired_documents(whole) if request.paired else whole
+        for sentence in (*left_out, *select.uneven_tasks(whole)):
+            warn(f"{place}: {sentence}")
+        panels[panel] = whole
+    return panels
+
+
+def _not_taken(name: str, taken: set[str]) -> str:
+    """A name for a figure's files that no other has, and that every disk takes."""
+    short = name[:LONGEST_NAME]
+    count = 1
+    while (own := short if count == 1 else f"{short}-{count}") in taken:
+        count += 1
+    taken.add(own)
+    return own
 
 
 def _group_drawings(
-    request: PlotRequest, names: Sequence[str] | None, suite: str, model: str, panels: Mapping[str, pd.DataFrame]
+    request: PlotRequest,
+    names: Sequence[str] | None,
+    suite: str,
+    model: str,
+    panels: Mapping[str, pd.DataFrame],
+    protocol: str,
 ) -> Iterator[Drawing]:
+    """The figures of a suite and model. protocol: what tells these runs from others of the same, in words."""
     metric = request.metric
     compared = all(
         f"metric_{name}" in part and part[f"metric_{name}"].notna().any()
@@ -69,7 +113,7 @@ def _group_drawings(
         names = [name for name in names if not (compared and name == "errors")]
     elif "fidelity" in names and not compared:
         raise UserError(f"{suite} has no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.")
-    title = f"{suite} on {model}: {_title(panels.values(), request.by)}"
+    title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
     for name in names:
         file = "-".join(
             filter(
@@ -79,6 +123,7 @@ def _group_drawings(
                     "" if metric == "score" or name in ("errors", "fidelity") else metric,
                     suite,
                     model,
+                    protocol.replace(", ", "-"),
                     "" if request.by is None else f"by-{request.by}",
                 ),
             )
@@ -108,7 +153,7 @@ def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.Dat
     everywhere = samples["budget"].isna() if by in ("budget", "prefill", "chunk") else values != values
     distinct = [value for value in dict.fromkeys(values) if (~everywhere & (values == value)).any()]
     for value in sorted(
-        distinct, key=lambda text: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+        distinct, key=lambda text: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
     ):
         yield (
             f"{by} {value}" if by not in ("task", "suite", "model", "policy") else value,

@@ -36,7 +36,8 @@ OF_TRACES = {
 @dataclass(frozen=True)
 class PlotRequest:
     """The options of `evictbench plot`, as given. folder: of runs or of one trace; figures: comma-separated names,
-    None for all; by: the column that has a panel for each value; allow: columns in which policies may differ."""
+    None for all; by: the column that has a panel for each value; allow: columns in which policies may differ.
+    each_protocol: a figure for each protocol of the runs, where without it several protocols are an error."""
 
     folder: Path
     figures: str | None = None
@@ -47,6 +48,7 @@ class PlotRequest:
     paired: bool = False
     format: str = "png,svg"
     out: Path = Path("results/plots")
+    each_protocol: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from evictbench.errors import UserError
+from evictbench.numerals import MOST, shown
 
 LEAST_FROM_SHARE = 32
 """A share of a short text never gives fewer entries than this."""
@@ -39,23 +40,27 @@ class Budget:
     def parse(cls, text: str) -> Budget:
         """Read "256" or "25%". Raises UserError for anything else."""
         text = text.strip()
-        number = re.fullmatch(r"([+-]?)(\d+(?:\.\d+)?|\.\d+)(%?)", text)
+        number = re.fullmatch(r"([+-]?)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(%?)", text)
         if number is None:
-            raise UserError(f"The budget {text!r} is not a number: {EXAMPLES}.")
+            raise UserError(f"The budget {shown(text)!r} is not a number: {EXAMPLES}.")
         sign, digits, percent = number.groups()
         if sign == "-":
-            raise UserError(f"The budget {text} is negative: {EXAMPLES}.")
+            raise UserError(f"The budget {shown(text)} is negative: {EXAMPLES}.")
         if float(digits) == 0:
-            raise UserError(f"A budget of {text} keeps nothing: {EXAMPLES}.")
+            raise UserError(f"A budget of {shown(text)} keeps nothing: {EXAMPLES}.")
         if percent:
             if float(digits) > 100:
-                raise UserError(f"The budget {text} is over 100%: {EXAMPLES}.")
+                raise UserError(f"The budget {shown(text)} is over 100%: {EXAMPLES}.")
             millionths = round(float(digits) / 100 * PARTS)
             if millionths == 0:
-                raise UserError(f"The budget {text} is too small a share to mean anything: {EXAMPLES}.")
+                raise UserError(f"The budget {shown(text)} is too small a share to mean anything: {EXAMPLES}.")
             return cls(share=millionths / PARTS)
         if "." in digits:
-            raise UserError(f"The budget {text} is not a whole number of entries: {EXAMPLES}.")
+            raise UserError(f"The budget {shown(text)} is not a whole number of entries: {EXAMPLES}.")
+        if float(digits) > MOST:
+            raise UserError(
+                f"The budget {shown(text)} is more than {MOST:,} entries, and no text is as long: {EXAMPLES}."
+            )
         return cls(tokens=int(digits))
 
     def at(self, prompt: int, seen: int) -> int:

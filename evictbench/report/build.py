@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
@@ -18,7 +17,7 @@ from evictbench.report.request import ReportRequest
 from evictbench.report.samples import Browser, browser
 from evictbench.report.tables import leaderboard
 from evictbench.report.warnings import warnings as number_warnings
-from evictbench.store.files import check_writable, replacing
+from evictbench.store.files import check_file, writing
 from evictbench.store.frame import read_results
 from evictbench.store.select import choose, wanted_values
 from evictbench.store.trace_files import is_trace
@@ -40,7 +39,8 @@ def report_and_show(request: ReportRequest, quiet: bool = False) -> int:
         page, warnings = build(request, waiting.begin)
         waiting.begin(f"writing {request.out}")
         data = page.encode("utf-8", errors="replace")
-        _write(request.out, data)
+        with writing(request.out) as file:
+            file.write_bytes(data)
     for sentence in warnings:
         print(f"warning: {sentence}", file=sys.stderr)
     console = console_for(stderr=False, quiet=quiet)
@@ -82,17 +82,4 @@ def _check(request: ReportRequest) -> None:
             raise UserError(f"{trace} is no trace: it holds no trace.json.")
     if request.tokenizer is not None and not (request.tokenizer / "tokenizer.json").is_file():
         raise UserError(f"The folder {request.tokenizer} holds no tokenizer.json.")
-    out = request.out
-    if out.is_dir():
-        raise UserError(f"{out} is a folder; the report is a file: --out {out / 'report.html'}.")
-    check_writable(out.absolute().parent, "The report", "the report needs")
-
-
-def _write(out: Path, data: bytes) -> None:
-    """Replace the file at once, or leave it as it was."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as file:
-            file.write_bytes(data)
-    except OSError as error:
-        raise UserError(f"The report cannot be written to {out}: {error.strerror or error}.") from error
+    check_file(request.out, "The report")

@@ -247,7 +247,7 @@ def _content(of_task: pd.DataFrame, lines: _Lines, tokenizer: Tokenizer | None) 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
     """For sorting: numbers by their size, words by their letters."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _arm(run: pd.Series) -> str:

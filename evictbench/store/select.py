@@ -181,6 +181,61 @@ def check_one_protocol(samples: pd.DataFrame, where: str, allowed: Collection[st
                 )
 
 
+def by_protocol(
+    samples: pd.DataFrame, allowed: Collection[str] = (), by: str | None = None
+) -> list[tuple[str, pd.DataFrame]]:
+    """The samples of each protocol, and what tells it from the others in words ("context 1024, question seen").
+
+    `check_one_protocol` takes every part. allowed: as there. by: a column that has a panel for each value. Runs that a
+    difference does not concern are in every part: the full cache, where policies differ in prefill; runs that use none
+    of the data that differ.
+    """
+    number = samples.groupby(["fingerprint", "folder", "task"], observed=True, sort=False).ngroup()
+    rows = samples.assign(number=number).drop_duplicates("number")
+    budgeted, task = rows["budget"].notna(), rows["task"].astype(str)
+    cell = texts_of(rows["policy"]) + " " + texts_of(rows["budget"])
+    files = rows["data"].astype(object).map(json.loads)
+    keys = [(name, texts_of(rows[name])) for name in SHARED if name not in (*allowed, by)]
+    keys += [
+        (name, texts_of(rows[name]).where(budgeted & (rows[name].notna() | (name != "chunk"))))
+        for name in BUDGETED
+        if name not in (*allowed, by)
+    ]
+    keys += [(f"version of {own}", texts_of(rows["task_version"]).where(task == own)) for own in sorted(task.unique())]
+    keys += [
+        (f"data of {name}", files.map(lambda known, name=name: known.get(name)).astype(object))
+        for name in sorted({name for known in files for name in known})
+    ]
+    keys += [
+        (f"{name} of {own}", texts_of(rows[name]).where(cell == own))
+        for name in (*OF_A_POLICY, *allowed)
+        if name != by
+        for own in sorted(cell.unique())
+    ]
+    parts = [("", rows)]
+    for title, values in keys:
+        if values.nunique() > 1:
+            parts = _divided(parts, values, title)
+    return [
+        (words, samples if len(part) == len(rows) else samples[number.isin(part["number"])]) for words, part in parts
+    ]
+
+
+def _divided(parts: Sequence[tuple[str, pd.DataFrame]], keys: pd.Series, title: str) -> list[tuple[str, pd.DataFrame]]:
+    """Parts whose rows have one key: a part with several is divided. A row whose key is null is in all."""
+    divided = []
+    for words, part in parts:
+        values = keys[part.index]
+        distinct = sorted(values.dropna().unique(), key=str)
+        if len(distinct) < 2:
+            divided.append((words, part))
+            continue
+        for value in distinct:
+            own = part[(values == value) | values.isna()]
+            divided.append((", ".join(filter(None, (words, f"{title} {value}"))), own))
+    return divided
+
+
 def common_tasks(samples: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """The samples of the tasks that every policy and budget has, and a sentence about each task left out."""
     cells = samples[["policy", "budget", "task"]].drop_duplicates().apply(texts_of)

@@ -25,6 +25,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from evictbench import registry, yaml_file
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import RunSettings
+from evictbench.numerals import MOST_SEED, shown
 from evictbench.policy.budget import Budget
 
 AXES = {"policies": "policy", "budgets": "budget", "suites": "suite"}
@@ -253,13 +254,15 @@ def _option(name: str, value: Any, where: str) -> Any:
     if isinstance(value, list) and name == "tasks":
         return ",".join(str(task) for task in value)
     plain = isinstance(value, str | int | float)
+    if isinstance(value, int) and abs(value) > MOST_SEED:
+        raise UserError(f"The word {name}{where} takes no number as large as {shown(value)}.")
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str) and "\0" not in value:
         return Path(value)
     if kind not in (bool, int, float, Path) and plain:
         return ("on" if value else "off") if isinstance(value, bool) else str(value)

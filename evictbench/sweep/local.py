@@ -25,6 +25,9 @@ Event = tuple[Job, JobResult | None] | None
 TICK = 0.5
 """Seconds after which an executor reports that nothing has happened."""
 
+OF_A_TERMINAL = {signal.SIGINT, signal.SIGHUP}
+"""Signals that Ctrl-C and the closing of a terminal send to all processes on it."""
+
 PATIENCE = 30.0
 """Seconds that workers have to write their summaries once they are asked to stop."""
 
@@ -158,8 +161,8 @@ class _Process:
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, dict(self.device.environment)), daemon=True)
-        # Ctrl-C reaches every process of the terminal; only the process that shows the sweep may act on it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # These reach every process of a terminal; only the process that shows the sweep may act on them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_A_TERMINAL)
         try:
             self.process.start()
         finally:
@@ -170,9 +173,10 @@ class _Process:
 def _serve(pipe: Connection, environment: Mapping[str, str]) -> None:
     """The main loop of a worker process: jobs come through the pipe, and their results go back."""
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in OF_A_TERMINAL:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # does to a run what Ctrl-C does
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_A_TERMINAL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from evictbench.terminal.console import silence_libraries
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from evictbench.errors import UserError, one_line
+from evictbench.errors import UserError, WriteFailed, one_line
 from evictbench.evaluation import run
 from evictbench.evaluation.checks import check
 from evictbench.evaluation.plan import RunPlan, SharedInputs, make_plan
@@ -187,7 +187,7 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
         merge_shards(folder, cell.plan.fingerprint)
         if (folder / run_folder.RUN).exists():
             cell.summary = run.run_plan(cell.plan, _Quiet(), only=()).summary
-    except (UserError, OSError) as error:
+    except (UserError, WriteFailed, OSError) as error:
         cell.sentence = cell.sentence or str(error)
     except Exception as error:  # the other cells go on
         cell.sentence = cell.sentence or f"{type(error).__name__}: {one_line(error)}"
@@ -207,9 +207,9 @@ def _conclude(cell: SweepCell, stopped: bool = False) -> None:
             f"{missing} of its samples are not here though its workers have ended: --out has to be on a disk that all "
             "nodes share."
         )
-        with suppress(OSError):  # the sentence is shown too
+        with suppress(OSError):  # a full disk takes no file about that either
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n")
+            (folder / FAILURE).write_text(f"{cell.sentence}\n\n{cell.trace}".rstrip() + "\n", encoding="utf-8")
 
 
 class _Quiet:

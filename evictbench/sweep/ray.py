@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import socket
 import threading
 from collections.abc import Generator, Sequence
@@ -118,6 +119,7 @@ def _connect() -> None:
     check_address(os.environ.get("RAY_ADDRESS", ""))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    terminated = signal.getsignal(signal.SIGTERM)  # Ray puts a handler of its own in its place
     try:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(**quiet)
@@ -125,6 +127,8 @@ def _connect() -> None:
             ray.init(include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(f"Ray cannot be reached or started: {one_line(error)}") from error
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
 
 
 def _result(done: object) -> JobResult:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,12 @@ def console_for(stderr: bool, quiet: bool = False) -> Console:
     console = Console(stderr=stderr, quiet=quiet)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(stderr=stderr, width=PIPE_WIDTH, quiet=quiet)
+    vars(console)["on_broken_pipe"] = _broken_pipe  # rich's own ends the process without a word
     return console
+
+
+def _broken_pipe() -> NoReturn:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 def output_consoles(as_json: bool, quiet: bool) -> tuple[Console, Console]:

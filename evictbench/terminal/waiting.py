@@ -20,11 +20,11 @@ EVERY = 15.0
 
 class Waiting:
     """Shows what is being waited for. On a terminal: a live line, which disappears at the end. In a file or a pipe: a
-    line after `every` seconds, and another each time as many have passed. Use as a context manager."""
+    line after `every` seconds (None: `EVERY`), and another each time as many have passed. Use as a context manager."""
 
-    def __init__(self, console: Console, every: float = EVERY) -> None:
+    def __init__(self, console: Console, every: float | None = None) -> None:
         self.console = console
-        self.every = every
+        self.every = EVERY if every is None else every
         self.timer: threading.Timer | None = None
         self.live: Progress | None = None
         self.bar: TaskID | None = None

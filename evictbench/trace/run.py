@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, WriteFailed
 from evictbench.generation.runner import ModelRunner
 from evictbench.models import devices, load, machine, random_models
 from evictbench.models.policy_weights import Weights
@@ -178,7 +178,10 @@ def trace(plan: TracePlan, watch: Watcher) -> Mapping[str, Any]:
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             }
             common = {"cell": number, "policy": cell.policy, "budget": cell.budget}
-            folder.add(line, [common | row for row in result.steps], [common | row for row in result.snapshots])
+            try:
+                folder.add(line, [common | row for row in result.steps], [common | row for row in result.snapshots])
+            except WriteFailed as error:
+                raise WriteFailed(f"{error} {finished} finished cells are in {plan.settings.folder}.") from error
             finished += 1
             watch.cell_done(finished, total, cell, line)
         return folder.about

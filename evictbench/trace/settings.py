@@ -14,6 +14,7 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import CHOICES
 from evictbench.models import bundled, random_models
+from evictbench.numerals import MOST, check_count, check_seed, read_whole, shown
 from evictbench.policy.base import Policy
 from evictbench.policy.budget import Budget
 from evictbench.policy.declarations import Prefill
@@ -103,11 +104,8 @@ def check(settings: TraceSettings) -> Checked:
         if getattr(settings, name) not in CHOICES[name]:
             raise unknown("value", getattr(settings, name), CHOICES[name], f" of --{name}")
     for name in ("new_tokens", "chunk", "retention"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least 1.")
-    if settings.seed < 0:
-        raise UserError(f"--seed is {settings.seed}; it has to be 0 or more.")
+        check_count(name.replace("_", "-"), getattr(settings, name))
+    check_seed(settings.seed)
     if random_models.is_shape(settings.model):
         random_models.find_shape(settings.model)
         if settings.text is not None:
@@ -158,9 +156,15 @@ def _numbers(value: str, option: str) -> list[int]:
     numbers = set()
     for part in value.split(","):
         text = part.strip()
-        if not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise UserError(f"--{option} takes whole numbers above 0, separated by commas, and not {text!r}.")
-        numbers.add(int(text))
+        try:
+            number = read_whole(text)
+        except ValueError:
+            number = 0
+        if number < 1:
+            raise UserError(
+                f"--{option} takes whole numbers from 1 to {MOST:,}, separated by commas, and not {shown(text)!r}."
+            )
+        numbers.add(number)
     return sorted(numbers)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
+from evictbench.store.files import saving
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +44,8 @@ def save(
             "learner": learner.state_dict(),
             "optimiser": None if optimiser is None else optimiser.state_dict(),
         }
-        torch.save(state, unfinished / _STATE_FILE)
+        with saving(unfinished / _STATE_FILE):
+            torch.save(state, unfinished / _STATE_FILE)
     accelerator.wait_for_everyone()
     if model:
         accelerator.save_state(str(unfinished / _MODEL_FOLDER), safe_serialization=False)
@@ -96,6 +98,12 @@ def restore(folder: Path, learner: Learner, optimiser: Optimizer | None, acceler
     return steps
 
 
+def kept_steps(folder: Path) -> int:
+    """The steps of the last checkpoint of a folder; 0 without one."""
+    checkpoints = _checkpoints(folder)
+    return int(checkpoints[-1].name.rpartition("-")[2]) if checkpoints else 0
+
+
 def clear(folder: Path) -> None:
     """Remove the checkpoints of a finished training."""
     for old in _checkpoints(folder):
@@ -115,7 +123,7 @@ def truncate_log(folder: Path, steps: int) -> None:
 
 def append_log(folder: Path, line: Mapping[str, Any]) -> None:
     """Add a line to the log."""
-    with (folder / LOG).open("a", encoding="utf-8") as file:
+    with saving(folder / LOG), (folder / LOG).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 

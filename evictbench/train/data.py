@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import hub
 from evictbench.errors import UserError, first_line
-from evictbench.store.files import write_json
+from evictbench.store.files import saving, write_json
 from evictbench.suite.datasets import hub_cache_only, read
 
 if TYPE_CHECKING:
@@ -139,10 +139,11 @@ def make_blocks(
         )
     tokens, starts = np.concatenate(ids), np.cumsum([0, *lengths], dtype=np.int64)
     sha256 = hashlib.sha256(tokens.tobytes() + starts.tobytes()).hexdigest()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _KEY).unlink(missing_ok=True)
-    np.save(folder / _TOKENS, tokens)
-    np.save(folder / _STARTS, starts)
+    with saving(folder / _TOKENS):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _KEY).unlink(missing_ok=True)
+        np.save(folder / _TOKENS, tokens)
+        np.save(folder / _STARTS, starts)
     write_json(folder / _KEY, {"key": key, "sha256": sha256, "documents": documents})
     blocks = load_blocks(folder)
     assert blocks is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.store.files import write_json
+from evictbench.store.files import saving, write_json
 from evictbench.store.run_folder import hash_ids
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class FeatureStore:
 
         file = self.file(tokens)
         unfinished = file.with_suffix(".unfinished")
-        save_file(dict(features), unfinished)
+        with saving(unfinished):
+            save_file(dict(features), unfinished)
         unfinished.replace(file)
         return file.stat().st_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, WriteFailed
 from evictbench.models import load, machine, policy_weights
-from evictbench.store.files import write_json
+from evictbench.store.files import saving, write_json
 from evictbench.train import checkpoint
 from evictbench.train.loop import Trained, Trainer, Watcher
 from evictbench.train.plan import TrainPlan, make_plan
@@ -69,20 +70,22 @@ def train(settings: TrainSettings, watch: Watcher) -> Outcome:
         if finished is not None:
             return Outcome(settings.out, finished, plan.checked.policy.learned, before=True)
         trainer = Trainer(plan, accelerator, watch)
-        trained = trainer.run()
         record: Mapping[str, Any] = {}
-        if accelerator.is_main_process:
-            watch.phase("saving")
-            record = _save(plan, trained, machine.device_names(trainer.model) if trainer.has_model else "cpu")
+        try:
+            trained = trainer.run()
+            if accelerator.is_main_process:
+                watch.phase("saving")
+                record = _save(plan, trained, machine.device_names(trainer.model) if trainer.has_model else "cpu")
+        except WriteFailed as error:
+            kept = checkpoint.kept_steps(settings.out)
+            raise WriteFailed(f"{error} {kept} of {settings.steps} steps are in {settings.out}.") from error
         accelerator.wait_for_everyone()
         return Outcome(settings.out, record, plan.checked.policy.learned)
 
 
 def plot_curves(lines: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
     """Draw each number of the log over the steps, in a panel of its own. lines: of the log."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
+    os.environ["MPLBACKEND"] = "agg"  # whatever the environment says: another backend may not even be there
     import matplotlib.pyplot as plt
     import numpy as np
 
@@ -108,9 +111,10 @@ def plot_curves(lines: Sequence[Mapping[str, Any]], file: Path, title: str) -> N
     figure.supxlabel("step", fontsize=9)
     figure.tight_layout()
     unfinished = file.with_name(f".{file.name}-unfinished.png")
-    figure.savefig(unfinished, dpi=120)
+    with saving(file):
+        figure.savefig(unfinished, dpi=120)
+        unfinished.replace(file)
     plt.close(figure)
-    unfinished.replace(file)
 
 
 class _NoWatcher:
@@ -260,7 +264,8 @@ def _save_model(plan: TrainPlan, trained: Trained) -> str:
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in trained.state.items()}
     model.config.dtype = dtype
     logging.disable_progress_bar()
-    model.save_pretrained(folder, state_dict=state)
+    with saving(folder):
+        model.save_pretrained(folder, state_dict=state)
+        plan.tokenizer.save_pretrained(folder)
     logging.enable_progress_bar()
-    plan.tokenizer.save_pretrained(folder)
     return load.weights_hash(load.resolve(str(folder.absolute())), plan.settings.trust_remote_code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,9 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation.settings import CHOICES
 from evictbench.models import bundled
+from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.base import BasePolicy, NoSettings
+from evictbench.store.files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,9 +97,12 @@ def text_makers(policy: BasePolicy) -> Mapping[str, str]:
 def _budgets(settings: TrainSettings) -> tuple[int, ...]:
     budgets = []
     for text in settings.budget.split(","):
-        if not (text.strip().isascii() and text.strip().isdigit()):
-            raise UserError(f"--budget takes numbers of entries (256, or 256,512), and not {text.strip()!r}.")
-        budgets.append(int(text))
+        try:
+            budgets.append(read_whole(text))
+        except ValueError:
+            raise UserError(
+                f"--budget takes numbers of entries (256, or 256,512), and not {shown(text.strip())!r}."
+            ) from None
     least = min(budgets)
     if least <= settings.window:
         raise UserError(f"A budget of {least} entries leaves none to choose beside a window of {settings.window}.")
@@ -107,13 +111,10 @@ def _budgets(settings: TrainSettings) -> tuple[int, ...]:
 
 def _check_numbers(settings: TrainSettings) -> None:
     for name in ("steps", "length", "batch_size", "accumulate", "save_every", "blocks"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be at least 1.")
-    for name in ("window", "seed", "held_out"):
-        value = getattr(settings, name)
-        if value is not None and value < 0:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; it has to be 0 or more.")
+        check_count(name.replace("_", "-"), getattr(settings, name))
+    for name in ("window", "held_out"):
+        check_count(name.replace("_", "-"), getattr(settings, name), least=0)
+    check_seed(settings.seed)
     for name in ("lr", "model_lr"):
         value = getattr(settings, name)
         if not 0 < value < 1:
@@ -143,11 +144,9 @@ def _check_data(names: tuple[str, ...], makers: Mapping[str, str]) -> None:
 
 def _check_out(settings: TrainSettings) -> None:
     out = settings.out
-    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not parent.is_dir():
-        raise UserError(f"{parent} is a file; a training needs a folder.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"A training cannot be written to {out}: no permission in {parent}.")
+    check_writable(out, "A training", "a training needs")
+    if settings.store is not None:
+        check_writable(settings.store, "Features", "features need")
     if out.is_dir():
         foreign = sorted(
             path.name for path in out.iterdir() if path.name[0] != "." and path.name not in (BLOCKS, STORE)

@@ -28,7 +28,7 @@ class Forked:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def finish(self, seconds=60):
+    def finish(self, seconds=600):
         """Exit code, stdout, stderr."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
@@ -55,6 +55,8 @@ def start(words, folder, before=lambda: None):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), target)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
         os.chdir(folder)
         sys.argv = ["evictbench", *words]
         before()

@@ -27,7 +27,7 @@ def evictbench(environment, tmp_path):
             text=True,
             env=environment | {"HEAVY_LOG": str(log)},
             cwd=tmp_path,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         return done.returncode, done.stdout, done.stderr, json.loads(log.read_text())

@@ -54,8 +54,8 @@ def test_a_killed_run_ends_as_an_unbroken_one(main, model, tmp_path, environment
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    wanted = random.randrange(1, 60)
-    deadline = time.monotonic() + 200
+    wanted = random.randrange(1, 30)
+    deadline = time.monotonic() + 600
     while True:
         files = list((tmp_path / "broken").glob("toy/tiny/*/samples.jsonl"))
         if files and files[0].read_bytes().count(b"\n") >= wanted:
@@ -68,7 +68,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(main, model, tmp_path, environment
     (broken,) = (tmp_path / "broken").glob("toy/tiny/*")
     assert broken.name == whole.name
     before = len(essence(broken))
-    assert wanted <= before < 80
+    assert wanted <= before <= 80
     main(f"{line} --out broken")
     assert essence(broken) == essence(whole)
     assert (

@@ -17,7 +17,7 @@ def evictbench(environment, tmp_path):
             text=True,
             env=environment | {"HEAVY_LOG": str(log)} | more,
             cwd=tmp_path,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         return done, json.loads(log.read_text())

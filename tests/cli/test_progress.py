@@ -7,7 +7,8 @@ from rich.console import Console
 
 from evictbench.cli import run
 from evictbench.cli.progress import ProgressLine
-from evictbench.terminal.waiting import EVERY, Waiting, duration
+from evictbench.terminal import waiting
+from evictbench.terminal.waiting import Waiting, duration
 
 
 def line(score, task="a"):
@@ -33,7 +34,8 @@ def test_the_line_says_done_score_speed_and_time_left():
     assert progress.text() == "4/10 done, score 33.3, 60 tok/s, 0:36 left"
 
 
-def test_a_pipe_gets_a_plain_line_now_and_then_and_the_last():
+def test_a_pipe_gets_a_plain_line_now_and_then_and_the_last(monkeypatch):
+    monkeypatch.setattr(waiting, "EVERY", 15.0)
     clock, file = Clock(), io.StringIO()
     with ProgressLine(Console(file=file), lambda *_: None, clock) as progress:
         progress.start([], total=200)
@@ -41,7 +43,7 @@ def test_a_pipe_gets_a_plain_line_now_and_then_and_the_last():
             clock.now += 1
             progress.sample(line(1.0))
     written = file.getvalue().splitlines()
-    assert len(written) == 100 // EVERY + 1
+    assert len(written) == 100 // 15 + 1
     assert written[-1].startswith("100/200 done, score 100.0")
     assert "\x1b" not in file.getvalue()
 

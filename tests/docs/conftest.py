@@ -52,7 +52,7 @@ def run_here():
         known = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "160", "HF_HUB_OFFLINE": "1"}
         known["PYTHONPATH"] = os.pathsep.join(map(str, python))
         return subprocess.run(
-            words, cwd=folder, env=known | environment, capture_output=True, text=True, timeout=240, check=False
+            words, cwd=folder, env=known | environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     return run

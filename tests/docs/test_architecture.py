@@ -37,7 +37,7 @@ def defined() -> dict[str, set[str]]:
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("part", sorted(item.name for item in ENGINE.iterdir() if (item / "__init__.py").is_file()))

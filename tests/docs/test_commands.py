@@ -94,6 +94,8 @@ def test_command(command, request, desk, tiny, main):
         extra = re.fullmatch(r"evictbench\[(\w+)\]", package)
         assert words[0] == "install"
         assert package == "rooms" or (extra and f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text())
+    elif name == "cp":
+        assert words == ["-r", "results/runs", "results/main"]
     else:
         assert (name, *words) == ("ray", "start", "--head"), f"nobody checks this line: {command}"
 

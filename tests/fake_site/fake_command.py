@@ -15,7 +15,9 @@ def note_imports():
 
 if __name__ == "__main__":
     from evictbench.cli.app import main
+    from evictbench.terminal import waiting
 
+    waiting.EVERY = 1e6  # lines about waiting say how fast the machine is
     if "HEAVY_LOG" in os.environ:
         atexit.register(note_imports)
     if sys.argv[1] == "run" and os.environ.get("FAKE_GENERATOR") == "1":

@@ -8,6 +8,7 @@ from evictbench.cli import app
 @pytest.fixture(autouse=True)
 def _no_summary(monkeypatch):
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
 
 
 @pytest.fixture

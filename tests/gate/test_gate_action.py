@@ -37,7 +37,7 @@ def action(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         return (
@@ -72,7 +72,7 @@ def test_the_step(action, tmp_path, inputs, code, verdict, heading):
     assert not (tmp_path / "planted").exists()
     if code == 2:
         assert "There is no baseline nowhere" in summary
-        assert said.startswith("::error title=evictbench gate::error: There is no baseline")
+        assert said.startswith("::error file=results/runs,title=evictbench gate::error: There is no baseline")
     else:
         assert (tmp_path / "evictbench-gate.xml").is_file()
         assert (tmp_path / "evictbench-gate.md").read_text() in summary
@@ -105,5 +105,5 @@ sys.meta_path.insert(0, Missing())
 from evictbench.cli import app
 app.main(["gate", {str(tmp_path / "here")!r}, "--baseline", {str(tmp_path / "there")!r}, "--policy", "h2o"])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from gate.gate_cases import right, steps, write_run, write_trace
 
-from evictbench.cli.gate import as_junit, as_markdown, as_table, json_of, verdict
+from evictbench.cli.gate import as_junit, as_markdown, as_table, github_annotations, json_of, verdict
 from evictbench.errors import UserError
 from evictbench.gate.ask import findings
 from evictbench.gate.finding import Finding, GateRequest
@@ -33,7 +33,7 @@ FOUND = [
 
 
 def test_the_table_has_a_row_for_each_and_a_sentence_for_what_is_not_passed():
-    text = as_table(FOUND)
+    text = as_table(FOUND, whole=True)
     assert text.count("It has dropped.") == 4
     assert "[red]'far'[/]" in text
     assert "-30.0" in text
@@ -41,6 +41,34 @@ def test_the_table_has_a_row_for_each_and_a_sentence_for_what_is_not_passed():
     assert "12.3" in text
     assert text.endswith("failed, 2 of 7 (2 passed, 1 failed, 1 warning, 1 not comparable, 1 too few samples, 1 below)")
     assert verdict([finding("passed")]) == "passed (1 passed)"
+
+
+def test_what_fails_stands_first_and_what_passed_is_counted():
+    many = [*[finding("passed", cell=f"tova @ {number}") for number in range(84)], *FOUND]
+    lines = as_table(many).splitlines()
+    rows = [line.split()[0] for line in lines[2:7]]
+    assert rows == ["failed", "below", "warning", "not", "too"]
+    assert "tova" not in "\n".join(lines)
+    assert "86 passed and are not listed: --all lists them." in lines
+    whole = as_table(many, whole=True).splitlines()
+    assert sum(line.split()[:1] == ["passed"] for line in whole) == 86
+    assert [line.split()[0] for line in whole[2:4]] == ["failed", "below"]
+    assert as_table([finding("passed")]) == ("1 passed and is not listed: --all lists it.\n\npassed (1 passed)")
+
+
+def test_each_row_that_fails_is_an_annotation_on_github_that_no_name_can_break(gate, folders, monkeypatch):
+    lines = github_annotations([*FOUND, finding("failed", fails=True, cell="a,b::c\n::warning::d")], Path("runs, 100%"))
+    assert len(lines) == 3
+    assert lines[1].startswith(
+        "::error file=runs%2C 100%25,title=h2o @ 64 on ruler%2C niah%2C retention::It has dropped."
+    )
+    assert lines[2].startswith("::error file=runs%2C 100%25,title=a%2Cb%3A%3Ac%0A%3A%3Awarning%3A%3Ad on ruler")
+    assert not any("\n" in line for line in lines)
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    _, out, err = gate(*folders, "--json")
+    assert json.loads(out)["passed"] is False
+    (line,) = [line for line in err.splitlines() if line.startswith("::error")]
+    assert line.startswith(f"::error file={folders[0]},title=h2o @ 64 on ruler%2C niah%2C score::The score has dropped")
 
 
 def test_json_has_every_field():
@@ -83,7 +111,9 @@ def test_markdown_is_a_table_that_no_name_can_break():
     lines = as_markdown(FOUND).splitlines()
     assert lines[0].startswith("### evictbench gate: failed, 2 of 7")
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 2 + len(FOUND)
+    assert len(table) == 2 + 2 + len(FOUND)
+    assert "<details><summary>2 passed</summary>" in lines
+    assert [line.split()[2] for line in table[2:4]] == ["failed", "below"]
     for line in table:
         assert line.replace("\\|", "").count("|") == 13
     assert "h2o:group=\\<max\\> @ 64" in "\n".join(table)

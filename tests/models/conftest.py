@@ -29,7 +29,7 @@ def conversion(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     ]
     outcomes = []
     for process in both:
-        stdout, stderr = process.communicate(timeout=240)
+        stdout, stderr = process.communicate(timeout=600)
         outcomes.append((process.returncode, stdout, stderr))
     return Conversion(cache, next((cache / "models").glob("smollm2-*-v*/")), outcomes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -222,10 +221,8 @@ def test_a_silent_network_is_given_up_on(monkeypatch):
 
     released = threading.Event()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub, "get_session", lambda: released.wait(30))
-    began = time.monotonic()
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: released.wait(600))
     assert hub.why_unreachable(timeout=0.2) == "no answer within 0.2 seconds"
-    assert time.monotonic() - began < 10
     released.set()
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import subprocess
 import sys
@@ -99,19 +100,78 @@ def test_tables_for_eyes_papers_and_pages(plot, grid):
     assert not (grid.parent / "results").exists()
 
 
+def test_no_label_becomes_a_formula_or_markup(plot, tmp_path):
+    """A spreadsheet runs what begins with these; a page and a paper would take the rest for their own."""
+    labels = ["=HYPERLINK(1)", "+1", "-1", "@SUM(1)", "a|b", "*x", "[y", "<b>z</b>"]
+    for label in labels:
+        write_run(tmp_path / "runs", right(1, 3), policy=label)
+    _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out.strip())))
+    assert sorted(row["policy"] for row in rows) == sorted(
+        f"'{label}" if label[0] in "=+-@" else label for label in labels
+    )
+    assert {float(row["value"]) for row in rows} == {1 / 3}
+    _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--format", "markdown")
+    assert all(
+        line.replace("\\|", "").count("|") == out.splitlines()[0].count("|") for line in out.splitlines() if line
+    )
+    assert "\\<b\\>z" in out
+    _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--format", "latex")
+    body = out.split("\\midrule")[1]
+    assert not any(line.startswith(("[", "*")) for line in body.splitlines())
+    assert r"\textless{}b\textgreater{}z" in body
+
+
 def test_filters_and_panels(plot, tmp_path):
     for question in ("seen", "unseen"):
         write_grid(tmp_path / "runs" / question, question=question)
-    code, _, err = plot(tmp_path / "runs", "--format", "csv")
-    assert code == 2
-    assert "question is" in err
-    assert "--by question" in err
     code, out, _ = plot(tmp_path / "runs", "--where", "question=seen", "--figures", "budget", "--format", "csv")
     assert code == 0
     assert len(out.strip().splitlines()) == 8
     code, out, _ = plot(tmp_path / "runs", "--by", "question", "--figures", "budget", "--format", "csv")
     assert code == 0
     assert {row["panel"] for row in csv.DictReader(io.StringIO(out.strip()))} == {"question seen", "question unseen"}
+
+
+CHANGES = [
+    ({"context": 1024}, {"context_1024", "context_512"}),
+    ({"context": 1024, "question": "seen"}, {"context_1024", "context_512"}),
+    ({"seed": 1}, {"seed_0", "seed_1"}),
+    ({"prefill": "bounded", "chunk": 512}, {"prefill_bounded", "prefill_native"}),
+    ({"data": {"generator": "version 2"}}, {"data_of_generator_version_1", "data_of_generator_version_2"}),
+    ({"settings": {"group": "max"}}, None),
+]
+
+
+@pytest.mark.parametrize(("changes", "ends"), CHANGES)
+def test_each_protocol_is_a_figure_of_its_own(plot, tmp_path, changes, ends):
+    for more in ({}, changes):
+        write_run(tmp_path / "runs", right(1, 3), **more)
+        write_run(tmp_path / "runs", right(2, 3), policy="tova", **more)
+    write_run(tmp_path / "runs", right(3, 3), policy="full", budget=None)
+    code, said, err = plot(tmp_path / "runs", "--figures", "budget", "--format", "svg", "--out", tmp_path / "plots")
+    assert (code, err) == (0, "")
+    names = {file.stem.removeprefix("budget-ruler-tiny-") for file in (tmp_path / "plots").iterdir()}
+    assert ends is None or names == ends
+    assert len(names) == said.count("written to") == 2 * (1 if ends else 2)
+    _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--json")
+    figures = json.loads(out)
+    assert all(figure["title"].startswith("ruler on tiny, ") for figure in figures)
+    if "prefill" in changes or "settings" in changes:  # the full cache stands in every one
+        assert all("full" in {row["policy"] for row in figure["rows"]} for figure in figures)
+
+
+def test_what_cannot_be_drawn_does_not_keep_the_rest_from_it(plot, tmp_path):
+    write_run(tmp_path / "runs", right(1, 3))
+    write_run(tmp_path / "runs", right(1, 3), context=1024)
+    write_run(tmp_path / "runs", right(1, 3, task="vt"), tasks=("vt",), context=1024, policy="tova")
+    code, out, err = plot(tmp_path / "runs", "--figures", "budget", "--format", "csv")
+    assert code == 0
+    assert err == (
+        "warning: ruler, tiny, context 1024 is not drawn: No task was run under every policy and budget: choose with "
+        "--task (niah, vt).\n"
+    )
+    assert len(out.strip().splitlines()) == 2
 
 
 def test_each_suite_and_model_is_a_figure_of_its_own(plot, tmp_path):
@@ -203,9 +263,12 @@ def test_no_write_permission_found_late_is_a_sentence(plot, grid, tmp_path, monk
 
     monkeypatch.setattr(Figure, "savefig", refuse)
     code, _, err = plot(grid, "--out", tmp_path / "plots")
-    assert code == 2
-    assert "Plots cannot be written to" in err
-    assert "Permission denied" in err
+    assert code == 1
+    assert err.startswith(
+        f"error: {tmp_path / 'plots' / 'budget-ruler-tiny.png'} cannot be written: Permission denied."
+    )
+    assert "To go on: evictbench" in err
+    assert list((tmp_path / "plots").iterdir()) == []
 
 
 def test_plotting_and_its_help_import_no_torch(grid):

@@ -1,6 +1,7 @@
 """Reports of small made-up results, and a real browser to open them in."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -71,11 +72,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory):
-    """A headless Chromium, driven by Selenium; the test is skipped where there is none."""
+    """A headless Chromium, driven by Selenium. Where there is none the test is skipped, with CI=true it fails."""
     binary = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
-        pytest.skip("no Chromium with its driver is installed here (Debian: chromium, chromium-driver)")
+        missing = "no Chromium with its driver is installed here (Debian: chromium, chromium-driver)"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{missing}, and with CI=true it has to be")
+        pytest.skip(missing)
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 

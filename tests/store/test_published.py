@@ -288,7 +288,7 @@ def test_the_command_prints_json_without_torch_and_exits_2_for_an_unknown_name(t
 
     def call(*words):
         command = [sys.executable, "-c", code, "list", "published", *words]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
 
     done = call("--policy", "snapkv:window=16,kernel=5,decode=append,RLKV", "--json")
     assert done.returncode == 0, done.stderr

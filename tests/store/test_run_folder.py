@@ -8,7 +8,7 @@ import os
 import pytest
 from plot.plot_records import sample
 
-from evictbench.errors import UserError
+from evictbench.errors import UserError, WriteFailed
 from evictbench.store import run_folder
 from evictbench.store.files import write_json
 from evictbench.store.frame import read_results
@@ -148,7 +148,7 @@ def test_a_disk_that_takes_half_a_line_leaves_none_of_it(tmp_path, monkeypatch):
     with run_folder.open_run(path, IDENTITY) as run:
         run.start_session({"started": "now"})
         monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
-        with pytest.raises(OSError, match="only part"):
+        with pytest.raises(WriteFailed, match=r"samples\.jsonl cannot be written: No space left on device"):
             run.append(line(1))
         assert (path / run_folder.SAMPLES).read_bytes() == before
         monkeypatch.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -178,11 +179,11 @@ def cached(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_no_hub")
-def test_a_hub_out_of_reach_is_given_up_quickly(cached):
-    begun = time.monotonic()
+def test_a_hub_out_of_reach_is_not_asked(cached, monkeypatch):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was tried"))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("another try was waited for"))
     with pytest.raises(Unavailable) as raised:
         load(riddles, None)
-    assert time.monotonic() - begun < 5
     assert str(raised.value) == (
         "Riddles comes from the hub (sphinx/riddles main), which did not give it (no answer within 5 seconds, and it "
         "is not in the local cache); fetch it where there is a network, or give a folder that holds test.jsonl or "

@@ -62,7 +62,6 @@ def kill_one(root, killed, over):
         time.sleep(0.002)
 
 
-@pytest.mark.timeout(900)
 def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_once(cluster, model, tmp_path):
     root = tmp_path / "runs"
     common = {"suite": "toy", "model": model, "out": root, "limit": 20, "batch_size": 1}
@@ -94,7 +93,7 @@ def test_a_worker_killed_in_the_middle_is_replaced_and_every_sample_is_there_onc
         if cell.done:
             break
     events.close()
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     summary, phase = cell.plan.folder / run_folder.SUMMARY, cell.plan.folder / ".phase"
     while (phase.exists() or not summary.exists()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -23,7 +23,7 @@ BAD = [
     (("--policies", "stream_llm", "--contexts", "64"), "did you mean streaming_llm"),
     (("--policies", ",", "--contexts", "64"), "--policies names no policy"),
     (("--policies", "oracle", "--contexts", "64", "--budget", "9"), "oracle knows what comes"),
-    (("--policies", "h2o", "--contexts", "64,2k", "--budget", "9"), "--contexts takes whole numbers above 0"),
+    (("--policies", "h2o", "--contexts", "64,2k", "--budget", "9"), "--contexts takes whole numbers from 1 to"),
     (("--policies", "h2o", "--contexts", "64", "--budget", "9", "--batch-size", "0"), "--batch-size takes whole"),
     (("--policies", "h2o", "--contexts", "64", "--budget", "9,plenty"), "'plenty' is not a number"),
     (("--policies", "h2o", "--contexts", "64", "--budget", "9", "--prefill", "lazy"), "Unknown value 'lazy'"),

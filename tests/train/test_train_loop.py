@@ -210,15 +210,15 @@ def test_a_killed_process_goes_on_to_the_same_weights(trained, command, start, t
     whole, _ = trained(out=tmp_path / "whole", **long)
     broken = start(command(tmp_path / "broken"))
     log = tmp_path / "broken" / "curves.jsonl"
-    deadline = time.monotonic() + 200
-    while not (log.is_file() and log.read_bytes().count(b"\n") >= 50):
+    deadline = time.monotonic() + 600
+    while not (log.is_file() and log.read_bytes().count(b"\n") >= 25):
         assert time.monotonic() < deadline
         assert broken.poll() is None, broken.communicate()
         time.sleep(0.002)
     broken.send_signal(signal.SIGKILL)
     broken.communicate()
     reached = log.read_bytes().count(b"\n")
-    assert 50 <= reached < 400
+    assert 25 <= reached < 400
     (kept,) = (tmp_path / "broken").glob("checkpoint-*")
     again, watch = trained(out=tmp_path / "broken", **long)
     assert watch.lines[0]["step"] == int(kept.name.rpartition("-")[2]) + 1 > 20

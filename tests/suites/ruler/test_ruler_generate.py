@@ -148,7 +148,6 @@ def test_other_tokenizers_fit_and_fill_too(prepare, make_tokenizer, vocabulary):
             assert 0 <= free <= 0.06 * context, name
 
 
-@pytest.mark.timeout(60)
 def test_b13_generation_is_bounded(prepare, monkeypatch):
     """All tasks at 512 to 1024 tokens end, and few tokens are encoded beyond the prompts themselves."""
     encoded = 0
@@ -169,7 +168,6 @@ def test_b13_generation_is_bounded(prepare, monkeypatch):
             assert encoded <= 4 * needed, samples
 
 
-@pytest.mark.timeout(120)
 def test_the_longest_context(prepare):
     context = 131_072
     names = ("niah_single_1", "niah_single_2", "niah_multikey_3", "vt", "cwe", "fwe")

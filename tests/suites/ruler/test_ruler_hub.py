@@ -6,7 +6,7 @@ import io
 import os
 import subprocess
 import sys
-import time
+import threading
 import urllib.error
 
 import pytest
@@ -75,18 +75,18 @@ def test_reasons(monkeypatch, failure, reason):
 @pytest.mark.usefixtures("online")
 def test_a_hub_that_never_answers_is_given_up(monkeypatch):
     monkeypatch.setattr(hub, "_PATIENCE", -0.8)
-    monkeypatch.setattr(hub, "_probe", lambda endpoint: time.sleep(20))
-    started = time.monotonic()
+    released = threading.Event()
+    monkeypatch.setattr(hub, "_probe", lambda endpoint: released.wait(600))
     assert hub.squad().startswith("no answer within")
     assert hub.hotpotqa().startswith("no answer within")
-    assert time.monotonic() - started < 5
+    released.set()
 
 
 def test_offline_with_an_empty_cache_answers(tmp_path):
     script = "from evictbench.suites.ruler import hub; print(hub.squad()); print(hub.essays())"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600, check=True
     )
     assert run.stdout.splitlines() == [
         "HF_HUB_OFFLINE is set and rajpurkar/squad_v2 is not in the cache",
