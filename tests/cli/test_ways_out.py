@@ -90,7 +90,7 @@ BAD = [
     ((*RUN, "--out", "caf\udce9"), "is not UTF-8"),
     ((*RUN, "--model", "caf\udce9"), "is not UTF-8"),
     (("report", "caf\udce9"), "is not UTF-8"),
-    (("sweep", "twice.yaml"), "twice.yaml gives limit twice, the second time in line 5"),
+    (("sweep", "twice.yaml"), "twice.yaml, line 5: the key limit is given twice"),
     (("sweep", "deep.yaml"), "is not YAML"),
     (("sweep", "large.yaml"), "takes no number as large as"),
     (("sweep", "larger.yaml"), "is not YAML"),
