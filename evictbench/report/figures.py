@@ -113,16 +113,14 @@ def _draw(figures: Iterable[Drawing], drawn: list[Drawn]) -> list[Notice]:
 def _of_group(request: PlotRequest, group: pd.DataFrame) -> tuple[list[Drawing], UserError | None, list[str]]:
     """The figures of a suite and model, the error that prevents them, and what readers should know.
 
-    Runs of several protocols go into panels by the first column that makes the figures possible; where none does, each
-    protocol has figures of its own.
+    Runs of several protocols go into panels by the first column that makes the figures possible.
     """
     differing = [name for name in DIVIDED_BY if texts_of(group[name]).nunique() > 1]
     refusal: UserError | None = None
-    requests = [*(replace(request, by=by) for by in (None, *differing)), replace(request, each_protocol=True)]
-    for tried in requests:
+    for by in (None, *differing):
         notes: list[str] = []
         try:
-            return list(drawings(tried, None, notes.append)), None, notes
+            return list(drawings(replace(request, by=by), None, notes.append)), None, notes
         except UserError as error:
             refusal = refusal or error
     return [], refusal, []

@@ -313,7 +313,7 @@ def _written_through(path: Path) -> bool:
         return os.path.lexists(path)
     try:
         return not stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
