@@ -7,6 +7,7 @@ import json
 
 import pytest
 from executor_in_process import InProcess
+from plot.plot_records import sample
 from rich.console import Console
 
 from evictbench.cli import sweep as sweep_command
@@ -52,7 +53,7 @@ def job_of(cell, index):
 
 def line_of(planned, score):
     task, doc_id, repeat = planned.key
-    return json.dumps({"task": task, "doc_id": doc_id, "repeat": repeat, "score": score}) + "\n"
+    return json.dumps(sample(doc_id, score, task=task, repeat=repeat, session=0)) + "\n"
 
 
 def test_progress_is_read_from_the_disk_line_by_line(cells):
