@@ -103,7 +103,7 @@ def test_a_published_file_with_a_missing_field(gate, tmp_path, monkeypatch):
         (("--baseline", "there", "--latency-tolerance", "-1"), "--latency-tolerance is a share from 0 up"),
         (("--baseline", "there", "--policy", "h3o"), "did you mean h2o?"),
         (("--baseline", "there", "--where", "question"), "--where takes column=value"),
-        (("--baseline", "there", "--junit", "."), "is a folder, and what is written is a file"),
+        (("--baseline", "there", "--junit", "."), "is a folder, and jUnit"),
         (("--baseline", "there", "--trace", "there"), "There is a trace on one side alone"),
         (("--baseline", "there", "--trace", "there", "--baseline-trace", "there"), "is no trace"),
     ],
