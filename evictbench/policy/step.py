@@ -53,10 +53,11 @@ class ModelShape:
         """Read from a transformers config."""
         text = config.get_text_config(decoder=True)
         heads = int(text.num_attention_heads)
+        one_for_all = getattr(text, "multi_query", False)  # as GPTBigCode says it
         return cls(
             layers=int(text.num_hidden_layers),
             heads=heads,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or (1 if one_for_all else heads)),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             hidden_size=int(getattr(text, "hidden_size", None) or 0),
         )
