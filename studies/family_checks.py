@@ -18,15 +18,17 @@ from torch import Tensor
 from evictbench import registry
 from evictbench.cache.new_cache import new_cache
 from evictbench.cache.probe import cache_argument
+from evictbench.cache.rope import rotations
+from evictbench.errors import UserError
 from evictbench.policy import Policy
 from studies.family_sizes import VOCABULARY, small_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LENGTH = 80
-PROMPT = 64
-BUDGET = 20
+LENGTH = 56
+PROMPT = 44
+BUDGET = 16
 SINKS = 4
 SNAPKV_WINDOW = 4
 
@@ -45,6 +47,7 @@ def build(family: str, **settings: Any) -> PreTrainedModel:
 
     torch.manual_seed(0)
     config = small_config(family, **settings)
+    config._experts_implementation = "eager"  # the other kernels know no float64
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -151,6 +154,15 @@ def difference(one: Tensor, other: Tensor) -> float:
     return largest
 
 
+def sinks_and_window(model: Any) -> str:
+    """StreamingLLM as published, or with original positions on a model whose keys cannot be moved."""
+    try:
+        rotations(model, "streaming_llm")
+    except UserError:
+        return "streaming_llm:positions=original"
+    return "streaming_llm"
+
+
 def full_budget(model: Any) -> float:
     """A budget of the whole text equals transformers' own cache."""
     ids = text(LENGTH)
@@ -159,20 +171,20 @@ def full_budget(model: Any) -> float:
         raise Failed("the logits of the small model are all alike")
     return max(
         difference(ours(model, policy, ids, budget, chunk).logits, expected)
-        for policy, budget, chunk in (("full", None, 32), ("h2o", LENGTH + 1, 16), ("streaming_llm", LENGTH + 1, 512))
+        for policy, budget, chunk in (("full", None, 32), ("h2o", LENGTH + 1, 16), (sinks_and_window(model), LENGTH + 1, 512))
     )
 
 
 def padded_row(model: Any) -> float:
     """A row that is padded on the left equals the same text alone."""
     largest = 0.0
-    short, long = text(40, seed=1), text(PROMPT)
-    ids = torch.cat([torch.cat([torch.zeros(1, PROMPT - 40, dtype=torch.long), short], 1), long])
-    for policy, budget in (("full", None), ("streaming_llm", BUDGET), ("h2o", BUDGET)):
+    short, long = text(30, seed=1), text(PROMPT)
+    ids = torch.cat([torch.cat([torch.zeros(1, PROMPT - 30, dtype=torch.long), short], 1), long])
+    for policy, budget in (("full", None), (sinks_and_window(model), BUDGET), ("h2o", BUDGET)):
         chosen = registry.parse_policy(policy)
-        alone = ours(model, policy, torch.cat([short, text(8, seed=2)], 1), budget, 512, prompt=40).logits[:, 39:]
+        alone = ours(model, policy, torch.cat([short, text(8, seed=2)], 1), budget, 512, prompt=30).logits[:, 29:]
         past = new_cache(model, chosen.policy(chosen.config), budget, prompt_length=PROMPT)
-        mask = (torch.arange(PROMPT) >= torch.tensor([[PROMPT - 40], [0]])).long()
+        mask = (torch.arange(PROMPT) >= torch.tensor([[PROMPT - 30], [0]])).long()
         parts = [forward(model, ids, 0, past, mask)[:, -1:]]
         for at in range(8):
             mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
@@ -188,7 +200,7 @@ def chunks(model: Any) -> float:
         difference(*(ours(model, policy, ids, budget, chunk).logits[:, PROMPT - 1 :] for chunk in (32, 512)))
         for policy, budget in (
             ("full", None),
-            ("streaming_llm", BUDGET),
+            (sinks_and_window(model), BUDGET),
             ("streaming_llm:positions=original", BUDGET),
             ("random:recent=4", BUDGET),
             ("tova", BUDGET),

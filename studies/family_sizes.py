@@ -32,8 +32,9 @@ SIZES: dict[str, Any] = {
 """Sizes of a config by the name of the field, for every family that has such a field."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bert-generation": {"is_decoder": True},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10_000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     },
     "mistral": {"sliding_window": None},

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class Handed:
     """What one layer handed to attention for one token.
 
-    module: the attention module's class. heads, width: of the query. key: `[1, kv_heads, 1, head_dim]`, as cached.
+    module: the attention module. heads, width: of the query. key: `[1, kv_heads, 1, head_dim]`, as cached.
     value_width: of each value.
     """
 
-    module: str
+    module: Any
     heads: int
     width: int
     key: Tensor
@@ -53,7 +53,7 @@ class _Layer(CacheLayerMixin):
         self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
     ) -> Tensor:
         """One token sees itself alone: the output is its value."""
-        self.handed = Handed(type(module).__name__, query.shape[1], query.shape[3], keys, values.shape[3])
+        self.handed = Handed(module, query.shape[1], query.shape[3], keys, values.shape[3])
         return values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -109,8 +109,11 @@ def check_layers(model: PreTrainedModel) -> None:
     The model may lie on the meta device, without weights.
     """
     shape = ModelShape.of(model.config)
+    modules: dict[Any, int] = {}
     for index, layer in enumerate(hand_over(model)):
-        where = f"its layer {index} ({layer.module})"
+        where = f"its layer {index} ({type(layer.module).__name__})"
+        if (earlier := modules.setdefault(layer.module, index)) != index:
+            raise Unsupported(f"its layers {earlier} and {index} are one and the same, read twice")
         key_heads, key_width = layer.key.shape[1], layer.key.shape[3]
         if layer.value_width != key_width:
             raise Unsupported(f"{where} has keys of {key_width} and values of {layer.value_width} elements")

@@ -37,7 +37,8 @@ def EvictionCache(
     room for so many sequences that are admitted one by one.
 
     A cache serves one generation. `copy.deepcopy` of a cache that has read a context serves another question about it.
-    Raises UserError for a policy, weights or a budget that do not exist or do not fit.
+    Raises UserError for a model that cannot be measured, and for a policy, weights or a budget that do not exist or do
+    not fit.
     """
     name = type(model).__name__
     try:
@@ -49,5 +50,6 @@ def EvictionCache(
     def model_sha256() -> str:
         return "" if source is None else load.weights_hash(source)
 
+    load.check_supported(model.config)
     ready = ready_policy(policy, model.config, model=name, model_sha256=model_sha256, weights=weights)
     return new_cache(model, ready.policy, budget, prefill=prefill, prompt_length=prompt_length, rows=rows)

@@ -17,7 +17,7 @@ from evictbench import hub
 from evictbench.errors import UserError
 from evictbench.models import bundled
 from evictbench.models.devices import check_device, device_map, refuse_offloading
-from evictbench.models.supported import check_attention_interface, check_supported, context_window
+from evictbench.models.supported import check_attention_interface, check_layers, check_supported, context_window
 from evictbench.store.files import file_sha256
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def load_model(
     refuse_offloading(model, source.name)
     check_attention_interface(type(model), config.model_type)
     loaded: PreTrainedModel = model.eval()
+    check_layers(loaded)
     pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
 
