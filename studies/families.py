@@ -91,7 +91,8 @@ def _config(name: str) -> Any:
 def look_at_all(chosen: dict[str, str]) -> list[Family]:
     """Look at families one after the other, each in a forked process, so that none ends the others."""
     import torch
-    from transformers import AutoModelForCausalLM  # noqa: F401  # imported once, before the forks
+
+    import studies.family_checks  # noqa: F401  # imported once, before the forks
 
     torch.set_num_threads(1)
     forked = multiprocessing.get_context("fork")

@@ -26,9 +26,9 @@ from studies.family_sizes import VOCABULARY, small_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LENGTH = 56
-PROMPT = 44
-BUDGET = 16
+LENGTH = 46
+PROMPT = 36
+BUDGET = 14
 SINKS = 4
 SNAPKV_WINDOW = 4
 

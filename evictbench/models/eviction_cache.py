@@ -51,5 +51,6 @@ def EvictionCache(
         return "" if source is None else load.weights_hash(source)
 
     load.check_supported(model.config)
+    load.check_layers(model)
     ready = ready_policy(policy, model.config, model=name, model_sha256=model_sha256, weights=weights)
     return new_cache(model, ready.policy, budget, prefill=prefill, prompt_length=prompt_length, rows=rows)

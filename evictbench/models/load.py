@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MODELS",
     "Source",
+    "check_layers",
     "check_supported",
     "context_window",
     "load_config",
