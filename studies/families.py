@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -88,33 +90,43 @@ def _config(name: str) -> Any:
         return CONFIG_MAPPING[name]()
 
 
-def look_at_all(chosen: dict[str, str]) -> list[Family]:
-    """Look at families one after the other, each in a forked process, so that none ends the others."""
+def look_at_all(chosen: dict[str, str], jobs: int = 1) -> list[Family]:
+    """Look at families, so many at a time, each in a forked process, so that none ends the others."""
     import torch
 
     import studies.family_checks  # noqa: F401  # imported once, before the forks
 
     torch.set_num_threads(1)
     forked = multiprocessing.get_context("fork")
-    found = []
-    for name, model_class in chosen.items():
-        receiver, sender = forked.Pipe(duplex=False)
-        process = forked.Process(target=_send, args=(sender, name, model_class))
-        process.start()
-        sender.close()
-        family = Family(name, model_class, failed={"all": f"it took over {LIMIT} seconds"})
-        try:
-            if receiver.poll(LIMIT):
-                family = receiver.recv()
-        except EOFError:
-            family.failed = {"all": "its process ended"}
-        process.kill()
-        process.join()
-        say(f"{name}: {_verdict(family)}")
-        for check, reason in family.failed.items():
-            say(f"  {check}: {reason}")
-        found.append(family)
-    return found
+    found: dict[str, Family] = {}
+    waiting = list(chosen)
+    running: dict[Any, tuple[str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            receiver, sender = forked.Pipe(duplex=False)
+            process = forked.Process(target=_send, args=(sender, name, chosen[name]))
+            process.start()
+            sender.close()
+            running[receiver] = name, process, time.monotonic() + LIMIT
+        ready = connection.wait(list(running), timeout=1)
+        for receiver, (name, process, deadline) in list(running.items()):
+            if receiver not in ready and time.monotonic() < deadline:
+                continue
+            family = Family(name, chosen[name], failed={"all": f"it took over {LIMIT} seconds"})
+            try:
+                if receiver in ready:
+                    family = receiver.recv()
+            except EOFError:
+                family.failed = {"all": "its process ended"}
+            process.kill()
+            process.join()
+            del running[receiver]
+            found[name] = family
+            say(f"{name}: {_verdict(family)}")
+            for check, why in family.failed.items():
+                say(f"  {check}: {why}")
+    return [found[name] for name in chosen]
 
 
 def _send(sender: Any, name: str, model_class: str) -> None:
@@ -152,7 +164,7 @@ def document(found: Sequence[Family], version: str) -> str:
         "",
         f"- `full`: a budget of the whole text (full, H2O, StreamingLLM; chunks of 16, 32, 512) equals `DynamicCache`.",
         "- `padded`: a row that is padded on the left equals the same text alone.",
-        "- `chunks`: chunks of 32 and of 512 tokens agree under six policies.",
+        "- `chunks`: chunks of 32 and of 512 tokens agree under the full cache, StreamingLLM, H2O and random.",
         f"- The other columns: at a budget of {BUDGET} the policy equals its definition, written as a mask over "
         "`DynamicCache`; TOVA, H2O and SnapKV keep the entries that the definition keeps. StreamingLLM stands there as "
         "published, and with original positions.",
@@ -202,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.families", description=__doc__.partition("\n")[0])
     parser.add_argument("--families", help="some families, separated by commas; nothing is written")
     parser.add_argument("--out", type=Path, default=DOCUMENT, help="the page (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="families at a time (default: %(default)s)")
     return exit_code(_families, parser.parse_args(arguments))
 
 
@@ -213,7 +226,7 @@ def _families(options: argparse.Namespace) -> int:
     names = options.families.split(",") if options.families else list(known)
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}.")
-    found = look_at_all({name: known[name] for name in names})
+    found = look_at_all({name: known[name] for name in names}, options.jobs)
     failed = [family.name for family in found if family.failed]
     if options.families:
         print(document(found, transformers.__version__))

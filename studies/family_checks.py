@@ -26,9 +26,10 @@ from studies.family_sizes import VOCABULARY, small_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LENGTH = 46
+LENGTH = 42
 PROMPT = 36
-BUDGET = 14
+BUDGET = 20
+STEPS = 3
 SINKS = 4
 SNAPKV_WINDOW = 4
 
@@ -182,13 +183,13 @@ def padded_row(model: Any) -> float:
     ids = torch.cat([torch.cat([torch.zeros(1, PROMPT - 30, dtype=torch.long), short], 1), long])
     for policy, budget in (("full", None), (sinks_and_window(model), BUDGET), ("h2o", BUDGET)):
         chosen = registry.parse_policy(policy)
-        alone = ours(model, policy, torch.cat([short, text(8, seed=2)], 1), budget, 512, prompt=30).logits[:, 29:]
+        alone = ours(model, policy, torch.cat([short, text(STEPS, seed=2)], 1), budget, 512, prompt=30).logits[:, 29:]
         past = new_cache(model, chosen.policy(chosen.config), budget, prompt_length=PROMPT)
         mask = (torch.arange(PROMPT) >= torch.tensor([[PROMPT - 30], [0]])).long()
         parts = [forward(model, ids, 0, past, mask)[:, -1:]]
-        for at in range(8):
+        for at in range(STEPS):
             mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
-            parts.append(forward(model, text(8, seed=2)[:, at : at + 1].expand(2, 1), PROMPT + at, past, mask))
+            parts.append(forward(model, text(STEPS, seed=2)[:, at : at + 1].expand(2, 1), PROMPT + at, past, mask))
         largest = max(largest, difference(torch.cat(parts, 1)[:1], alone))
     return largest
 
@@ -201,9 +202,7 @@ def chunks(model: Any) -> float:
         for policy, budget in (
             ("full", None),
             (sinks_and_window(model), BUDGET),
-            ("streaming_llm:positions=original", BUDGET),
             ("random:recent=4", BUDGET),
-            ("tova", BUDGET),
             ("h2o", BUDGET),
         )
     )
@@ -216,11 +215,11 @@ def streaming(model: Any, positions: str) -> float:
 
     ids = text(LENGTH)
     mine = ours(model, f"streaming_llm:positions={positions}", ids, BUDGET, 16).logits
-    reference, logits = _use(model), []
-    past = DynamicCache(config=model.config)
-    for at in range(LENGTH):
+    reference, past = _use(model), DynamicCache(config=model.config)
+    logits = [forward(model, ids[:, :BUDGET], 0, past)]
+    for at in range(BUDGET, LENGTH):
         shift = at - BUDGET + 1
-        if positions == "reindexed" and shift > 0:
+        if positions == "reindexed":
             reference.visible = {}
             moved = DynamicCache(config=model.config)
             forward(model, ids[:, :SINKS], shift, moved)
