@@ -162,7 +162,7 @@ def document(found: Sequence[Family], version: str) -> str:
         "An accepted family was built with 4 layers and random weights in float64, and compared with transformers' own "
         f"cache and attention on {LENGTH} tokens, {PROMPT} of them prompt:",
         "",
-        f"- `full`: a budget of the whole text (full, H2O, StreamingLLM; chunks of 16, 32, 512) equals `DynamicCache`.",
+        "- `full`: a budget of the whole text (full, H2O, StreamingLLM; chunks of 16, 32, 512) equals `DynamicCache`.",
         "- `padded`: a row that is padded on the left equals the same text alone.",
         "- `chunks`: chunks of 32 and of 512 tokens agree under the full cache, StreamingLLM, H2O and random.",
         f"- The other columns: at a budget of {BUDGET} the policy equals its definition, written as a mask over "

@@ -7,6 +7,7 @@ policy evicts, nothing is taken out of that cache: a mask hides what the policy'
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +21,6 @@ from evictbench.cache.new_cache import new_cache
 from evictbench.cache.probe import cache_argument
 from evictbench.cache.rope import rotations
 from evictbench.errors import UserError
-from evictbench.policy import Policy
 from studies.family_sizes import VOCABULARY, small_config
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def ours(model: Any, policy: str, ids: Tensor, budget: int | None, chunk: int, p
     past = new_cache(model, made, budget, prompt_length=prompt)
     bounds = [*range(0, prompt, chunk), *range(prompt, ids.shape[1] + 1)]
     parts, kept = [], {}
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         parts.append(forward(model, ids[:, start:stop], start, past))
         layers = range(past.shape.layers)
         kept[stop] = [past.kept(layer).expand(past.shape.kv_heads, -1) for layer in layers]
@@ -172,7 +172,11 @@ def full_budget(model: Any) -> float:
         raise Failed("the logits of the small model are all alike")
     return max(
         difference(ours(model, policy, ids, budget, chunk).logits, expected)
-        for policy, budget, chunk in (("full", None, 32), ("h2o", LENGTH + 1, 16), (sinks_and_window(model), LENGTH + 1, 512))
+        for policy, budget, chunk in (
+            ("full", None, 32),
+            ("h2o", LENGTH + 1, 16),
+            (sinks_and_window(model), LENGTH + 1, 512),
+        )
     )
 
 
@@ -226,7 +230,7 @@ def streaming(model: Any, positions: str) -> float:
             for layer, sinks in zip(past.layers, moved.layers, strict=True):
                 layer.keys[:, :, :SINKS] = sinks.keys
         seen = (torch.arange(at + 1) < SINKS) | (torch.arange(at + 1) > at - (BUDGET - SINKS))
-        reference.visible = {layer: seen[None, None] for layer in range(_layers(model))}
+        reference.visible = dict.fromkeys(range(_layers(model)), seen[None, None])
         logits.append(forward(model, ids[:, at : at + 1], at, past))
     return difference(mine, torch.cat(logits, 1))
 

@@ -141,7 +141,7 @@ def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int) -> No
         layer = getattr(module, "layer_idx", None)
         shown = f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"`{name}`"
         raise Unsupported(
-            f"its layer {layer} ({type(module).__name__}) attends with {shown}, which an eviction cache does not compute"
+            f"its layer {layer} ({type(module).__name__}) attends with {shown}, which an eviction cache does not do"
         )
 
 

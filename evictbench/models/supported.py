@@ -43,7 +43,7 @@ REFUSED_TYPES = {
 """Model types whose attention differs without a setting that says so."""
 
 ENCODER_TYPES = {"bert-generation"}
-"""Model types that see the whole text unless their config says `is_decoder`, besides those of masked language models."""
+"""Model types that see the whole text unless their config says `is_decoder`, besides masked language models."""
 
 PLAIN_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 """Model types whose layers are what their config says: nothing is left to find by a pass without weights."""

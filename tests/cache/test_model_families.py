@@ -129,10 +129,8 @@ def test_a_text_that_changes_the_frequencies_is_refused(name: str) -> None:
             assert ours.tolist() == expected.tolist()
     for length, new in ((40, 20), (60, 1)):
         cache = new_cache(model, Full(), None)
-        with pytest.raises(UserError, match="from 48 tokens on .dynamic NTK or LongRoPE."):
-            model.generate(
-                ids.repeat(1, 2)[:, :length], past_key_values=cache, **settings | {"max_new_tokens": new}
-            )
+        with pytest.raises(UserError, match="from 48 tokens on"):
+            model.generate(ids.repeat(1, 2)[:, :length], past_key_values=cache, **settings | {"max_new_tokens": new})
 
 
 def test_without_a_cache_it_is_plain_attention() -> None:

@@ -71,7 +71,7 @@ def test_other_checks_of_one_family() -> None:
     [
         ("jetmoe", {}, "a mixture of attention heads, which repeats the keys after they are cached"),
         ("hrm_text", {}, "its layers 0 and 4 are one and the same, read twice"),
-        ("gpt_oss", FULL, "its layer 0 (GptOssAttention) attends with `s_aux`, which an eviction cache does not"),
+        ("gpt_oss", FULL, "its layer 0 (GptOssAttention) attends with `s_aux`, which an eviction cache does not do"),
         ("gemma2", FULL, "soft-capped attention logits (attn_logit_softcapping is set in its config)"),
         ("deepseek_v3", {}, "multi-head latent attention"),
         ("bert-generation", {"is_decoder": False}, "it is an encoder"),
