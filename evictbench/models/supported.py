@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from evictbench.cache.rope import fixed_frequencies_below
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def context_window(config: PretrainedConfig) -> int:
     RoPE scaling that the config sets counts. Where frequencies change with the length of the text (dynamic NTK,
     LongRoPE), the window ends before they do.
     """
+    from evictbench.cache.rope import fixed_frequencies_below
+
     text: Any = config.get_text_config(decoder=True)
     window = getattr(text, "max_position_embeddings", None)
     if not window:
