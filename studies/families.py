@@ -9,12 +9,13 @@ Each family is looked at in a process of its own, with a limit on its time. The 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,19 @@ def _config(name: str) -> Any:
         return CONFIG_MAPPING[name]()
 
 
-def look_at_all(chosen: dict[str, str], jobs: int = 1) -> list[Family]:
-    """Look at families, so many at a time, each in a forked process, so that none ends the others."""
+def look_at_all(chosen: dict[str, str], jobs: int, finished: Path | None) -> list[Family]:
+    """Look at families, so many at a time, each in a forked process, so that none ends the others.
+
+    finished: a file of families that are done, a line each; what is in it is not done again unless it failed.
+    """
     import torch
 
     import studies.family_checks  # noqa: F401  # imported once, before the forks
 
     torch.set_num_threads(1)
     forked = multiprocessing.get_context("fork")
-    found: dict[str, Family] = {}
-    waiting = list(chosen)
+    found = _read(finished)
+    waiting = [name for name in chosen if name not in found]
     running: dict[Any, tuple[str, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -123,10 +127,22 @@ def look_at_all(chosen: dict[str, str], jobs: int = 1) -> list[Family]:
             process.join()
             del running[receiver]
             found[name] = family
+            if finished is not None:
+                with finished.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(family)) + "\n")
             say(f"{name}: {_verdict(family)}")
             for check, why in family.failed.items():
                 say(f"  {check}: {why}")
     return [found[name] for name in chosen]
+
+
+def _read(finished: Path | None) -> dict[str, Family]:
+    """The families of a file that did not fail."""
+    if finished is None or not finished.is_file():
+        return {}
+    lines = finished.read_text(encoding="utf-8").splitlines()
+    families = [Family(**json.loads(line)) for line in lines]
+    return {family.name: family for family in families if not family.failed}
 
 
 def _send(sender: Any, name: str, model_class: str) -> None:
@@ -214,6 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.families", description=__doc__.partition("\n")[0])
     parser.add_argument("--families", help="some families, separated by commas; nothing is written")
     parser.add_argument("--out", type=Path, default=DOCUMENT, help="the page (default: %(default)s)")
+    parser.add_argument("--finished", type=Path, help="a file that remembers what is done; made if it is not there")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time (default: %(default)s)")
     return exit_code(_families, parser.parse_args(arguments))
 
@@ -226,7 +243,7 @@ def _families(options: argparse.Namespace) -> int:
     names = options.families.split(",") if options.families else list(known)
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"transformers {transformers.__version__} has no causal language model {', '.join(unknown)}.")
-    found = look_at_all({name: known[name] for name in names}, options.jobs)
+    found = look_at_all({name: known[name] for name in names}, options.jobs, options.finished)
     failed = [family.name for family in found if family.failed]
     if options.families:
         print(document(found, transformers.__version__))
