@@ -227,7 +227,8 @@ def streaming(model: Any, positions: str) -> float:
             reference.visible = {}
             moved = DynamicCache(config=model.config)
             forward(model, ids[:, :SINKS], shift, moved)
-            for layer, sinks in zip(past.layers, moved.layers, strict=True):
+            layers: Any = zip(past.layers, moved.layers, strict=True)
+            for layer, sinks in layers:
                 layer.keys[:, :, :SINKS] = sinks.keys
         seen = (torch.arange(at + 1) < SINKS) | (torch.arange(at + 1) > at - (BUDGET - SINKS))
         reference.visible = dict.fromkeys(range(_layers(model)), seen[None, None])
@@ -244,7 +245,8 @@ def by_attention(model: Any, policy: str, cut: Callable[[_Told], list[int]]) -> 
     mine = ours(model, policy, ids, BUDGET, 512)
     reference, past = _use(model), DynamicCache(config=model.config)
     logits = [forward(model, ids[:, :PROMPT], 0, past)]
-    layers, kv_heads = _layers(model), past.layers[0].keys.shape[1]
+    first: Any = past.layers[0]
+    layers, kv_heads = _layers(model), first.keys.shape[1]
     held = {(layer, head): list(range(PROMPT)) for layer in range(layers) for head in range(kv_heads)}
     mass: dict[int, Tensor] = {layer: torch.zeros(0) for layer in range(layers)}
     for seen in range(PROMPT, LENGTH + 1):

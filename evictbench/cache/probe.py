@@ -88,7 +88,7 @@ def hand_over(model: PreTrainedModel, position: int = 0) -> list[Handed]:
     use(model)
     shape = ModelShape.of(model.config)
     layers = [_Layer() for _ in range(shape.layers)]
-    named: dict[str, Any] = {cache_argument(model): Cache(layers=layers), "use_cache": True}
+    named: dict[str, Any] = {cache_argument(model): Cache(layers=[*layers]), "use_cache": True}
     if takes_positions(model):
         named["position_ids"] = torch.full((1, 1), position, device=model.device)
     with torch.no_grad():
