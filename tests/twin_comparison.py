@@ -15,8 +15,8 @@ from torch import Tensor
 
 from evictbench.cache.base import KVCache
 from evictbench.cache.new_cache import new_cache
+from evictbench.cache.probe import cache_argument
 from evictbench.generation.dense_run import watch_dense_run
-from evictbench.generation.runner import cache_argument
 from evictbench.policy import BasePolicy, ModelShape, Policy
 from twin.cases import Case
 

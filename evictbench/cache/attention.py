@@ -7,7 +7,7 @@ does the rest. Every other pass, with whatever cache or none, is transformers' o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -31,11 +31,39 @@ OURS = -1
 or more. A plain number, so that a compiled model can carry it."""
 
 
+NO_CHANGE = frozenset(
+    {
+        "cache_position",
+        "dense_attention",
+        "num_items_in_batch",
+        "output_router_logits",
+        "position_ids",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+"""Arguments that transformers passes to attention and that change nothing in it, whatever their value."""
+
+NO_EFFECT: dict[str, Any] = {"dropout": 0.0, "is_causal": True}
+"""Values of arguments at which they have no effect. None and False have none for any argument."""
+
+
+class Unsupported(UserError):
+    """A model that cannot be measured. reason: why, as a part of a sentence about the model."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"This model cannot be measured: {reason}.")
+        self.reason = reason
+
+
 class AttendingLayer(Protocol):
     """A cache layer that keys carry."""
 
     def check_positions(self, positions: Tensor | None) -> None:
         """Raise UserError for new tokens that do not go on from what has been seen. positions: `[1 or rows, new]`."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen before this pass."""
 
     def attend(
         self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
@@ -129,12 +157,14 @@ def attend(
     """
     layer: AttendingLayer | None = getattr(key, "cache_layer", None)
     if layer is not None:
+        refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2])
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if attention_mask is None:  # a mask says how long the text is
             layer.check_positions(kwargs.get("position_ids"))
         return layer.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2), None
     dense: DenseAttention | None = kwargs.get("dense_attention")
     if dense is not None:
+        refuse_unknown(module, kwargs, query.shape[2])
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = dense(cast(int, module.layer_idx), module, query, key, value, scale)
         if output is not None:
@@ -148,6 +178,23 @@ def attend(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     return attended
+
+
+def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int) -> None:
+    """Raise Unsupported for an argument to attention that the cache does not know, naming the layer and the argument.
+
+    length: tokens of the text so far. A sliding window that is no shorter slides over nothing.
+    """
+    for name, value in arguments.items():
+        if name in NO_CHANGE or value is None or value is False or (name in NO_EFFECT and value == NO_EFFECT[name]):
+            continue
+        if name == "sliding_window" and length <= value:
+            continue
+        layer = getattr(module, "layer_idx", None)
+        shown = f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"`{name}`"
+        raise Unsupported(
+            f"its layer {layer} ({type(module).__name__}) attends with {shown}, which an eviction cache does not do"
+        )
 
 
 def _without_our_cache(real: Tensor, text_length: int) -> Tensor | None:

@@ -20,6 +20,7 @@ from evictbench.cache import hooks
 from evictbench.cache.attention import OURS, carry, use
 from evictbench.cache.clock import POLICY, REST, SIGNALS, Clock, NullClock
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
+from evictbench.cache.rope import fixed_frequencies_below
 from evictbench.cache.rows import Sequence
 from evictbench.errors import UserError
 from evictbench.policy.base import BasePolicy
@@ -169,6 +170,7 @@ class KVCache(Cache, ABC):
         self.mode = policy.prefill_mode(prefill)
         self.prompt_length = prompt_length
         self.row_capacity = rows
+        self.fixed_frequencies_below = fixed_frequencies_below(model.config)
         self.clock: Clock = NullClock()
         self.bytes = ByteCounter()
         self._model = weakref.ref(model)
@@ -269,6 +271,7 @@ class KVCache(Cache, ABC):
         if queries == 1 and not self.prompt_done and real is not None and not bool(real.all()):
             raise UserError("A left-padded batch cannot be read in chunks of one token: give larger chunks.")
         counts, real = real_tokens(queries, rows, real)
+        self._check_frequencies(counts)
         ends_prompt = False
         if not self.prompt_done:
             length = columns if self.prompt_length is None else self.prompt_length
@@ -315,6 +318,23 @@ class KVCache(Cache, ABC):
         first = positions[:, 0].tolist() * (len(self.rows) if positions.shape[0] == 1 else 1)
         if any(position < row.seen for position, row in zip(first, self.rows, strict=False)):
             raise self._second_text()
+
+    def _check_frequencies(self, counts: list[int]) -> None:
+        """Refuse a text whose length changes the rotary frequencies: keys that are cached were rotated by others, and
+        the answer would depend on chunks and on the other rows."""
+        below = self.fixed_frequencies_below
+        longest = max(row.seen + count for row, count in zip(self.rows, counts, strict=True))
+        if below is not None and longest >= below:
+            raise UserError(
+                f"The rotary frequencies of this model change with the length of the text from {below} tokens on "
+                f"(dynamic NTK or LongRoPE), and keys that are cached cannot follow: texts have to be shorter, and "
+                f"this one has {longest} tokens."
+            )
+
+    def __bool__(self) -> bool:
+        """True, but for a model whose rotary frequencies change with the length of the text. Phi-3's `generate` asks
+        it, and would go on without this cache in place of meeting the refusal."""
+        return self.fixed_frequencies_below is None
 
     def _second_text(self) -> UserError:
         return UserError(

@@ -79,7 +79,7 @@ def attend_one(
     """
     rows, heads, _, head_dim = query.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    part = query.view(rows * kv_heads, heads // kv_heads, head_dim)
+    part = query.reshape(rows * kv_heads, heads // kv_heads, head_dim)
     flat = keys.reshape(rows * kv_heads, slots, head_dim).transpose(1, 2)
     logits = torch.baddbmm(part.new_empty(()), part, flat, beta=0, alpha=scaling)
     if bias is not None:

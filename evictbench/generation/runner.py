@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from evictbench.cache.new_cache import new_cache
+from evictbench.cache.probe import cache_argument
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import Everything, watch_dense_run
 from evictbench.policy.base import Policy
@@ -137,11 +137,6 @@ class ModelRunner:
         )
         logits: Tensor = output.logits
         return logits
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name of the argument that takes a cache; transformers 5.24 renamed it."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def write_on(

@@ -8,7 +8,6 @@ from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError, unknown
 from evictbench.models import load
 from evictbench.models.ready import ready_policy
-from evictbench.models.supported import check_supported
 from evictbench.policy.base import BasePolicy
 from evictbench.policy.budget import Budget
 from evictbench.policy.declarations import Prefill
@@ -39,11 +38,12 @@ def EvictionCache(
     a folder or a hub id; None: those that come with it. rows: room for so many sequences that are admitted one by one.
 
     A cache serves one generation. `copy.deepcopy` of a cache that has read a context serves another question about it.
-    Raises UserError for a model that is not supported, and for a policy, weights or a budget that do not exist or do
+    Raises UserError for a model that cannot be measured, and for a policy, weights or a budget that do not exist or do
     not fit.
     """
     _check_arguments(model, policy, prefill, prompt_length=prompt_length, rows=rows)
-    check_supported(model.config)
+    load.check_supported(model.config)
+    load.check_layers(model)
     name = type(model).__name__
     try:
         source = load.source_of(model)

@@ -20,7 +20,7 @@ from evictbench.models.devices import check_device, device_map, refuse_offloadin
 from evictbench.models.file_hashes import remembered_sha256
 from evictbench.models.loaded_weights import UnusedTensors, check_loaded
 from evictbench.models.safetensors_files import read_headers
-from evictbench.models.supported import check_attention_interface, check_supported, context_window
+from evictbench.models.supported import check_attention_interface, check_layers, check_supported, context_window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,7 @@ __all__ = [
     "MODELS",
     "Source",
     "check_ids",
+    "check_layers",
     "check_supported",
     "check_vocabulary",
     "context_window",
@@ -245,6 +246,7 @@ def load_model(
     check_attention_interface(type(model), config.model_type)
     _unused[source] = check_loaded(model, info, stored, source.name)
     loaded: PreTrainedModel = model.eval()
+    check_layers(loaded)
     pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from evictbench.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 PLAIN_LAYERS = {"full_attention", "attention"}
 
@@ -33,9 +36,16 @@ REFUSED_SETTINGS = {
 REFUSED_TYPES = {
     "diffllama": "differential attention",
     "doge": "dynamic-mask attention",
+    "jetmoe": "a mixture of attention heads, which repeats the keys after they are cached",
     "minimax_m3_vl_text": "block-sparse attention",
 }
 """Model types whose attention differs without a setting that says so."""
+
+ENCODER_TYPES = {"bert-generation"}
+"""Model types that see the whole text unless their config says `is_decoder`, besides masked language models."""
+
+PLAIN_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
+"""Model types whose layers are what their config says: nothing is left to find by a pass without weights."""
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -56,6 +66,31 @@ def check_supported(config: PretrainedConfig) -> None:
     if kind in REFUSED_TYPES:
         raise _refusal(kind, f"it has {REFUSED_TYPES[kind]}")
     _check_model_class(config)
+    if kind not in PLAIN_TYPES and _is_built_in(config):
+        reason = _odd_pass(_Described(config))
+        if reason:
+            raise _refusal(kind, reason)
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise UserError for a model whose layers hand something else to attention than its config says.
+
+    The model has its weights: this finds what `check_supported` cannot see without them.
+    """
+    from evictbench.cache import probe
+    from evictbench.cache.attention import Unsupported
+
+    kind = model.config.get_text_config(decoder=True).model_type
+    if kind in PLAIN_TYPES or model in _looked_at:
+        return
+    try:
+        probe.check_layers(model)
+    except Unsupported as error:
+        raise _refusal(kind, error.reason) from None
+    _looked_at.add(model)
+
+
+_looked_at: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def check_attention_interface(model_class: Any, kind: str) -> None:
@@ -65,16 +100,75 @@ def check_attention_interface(model_class: Any, kind: str) -> None:
 
 
 def context_window(config: PretrainedConfig) -> int:
-    """The most tokens that the model reads, its answer included. RoPE scaling that the config sets counts."""
+    """The most tokens that the model reads, its answer included.
+
+    RoPE scaling that the config sets counts. Where frequencies change with the length of the text (dynamic NTK,
+    LongRoPE), the window ends before they do.
+    """
+    from evictbench.cache.rope import fixed_frequencies_below
+
     text: Any = config.get_text_config(decoder=True)
     window = getattr(text, "max_position_embeddings", None)
     if not window:
         raise UserError(f"The config of this {text.model_type} model does not say how long its context window is.")
+    if (below := fixed_frequencies_below(config)) is not None:
+        return below - 1
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in {"yarn", "linear", "dynamic"} and rope.get("factor"):
+    if rope.get("rope_type") in {"yarn", "linear"} and rope.get("factor"):
         original = rope.get("original_max_position_embeddings") or window
         window = max(window, original * rope["factor"])
     return int(window)
+
+
+class _Described:
+    """A config that is found again by all that it says."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.text = config.to_json_string(use_diff=False)
+
+    def __hash__(self) -> int:
+        return hash((type(self.config), self.text))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Described) and (type(self.config), self.text) == (type(other.config), other.text)
+
+
+@cache
+def _odd_pass(described: _Described) -> str | None:
+    """What is odd about the layers of a model, by one pass through them without weights; None: nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from evictbench.cache import probe
+    from evictbench.cache.attention import Unsupported
+
+    config = copy.deepcopy(described.config)
+    config._experts_implementation = "batched_mm"  # the others look at numbers
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        probe.check_layers(model)
+    except Unsupported as error:
+        return error.reason
+    except NotImplementedError:  # an operation that needs numbers: `check_layers` looks at the model once it has them
+        return None
+    except Exception as error:
+        return f"it cannot be built and read one token ({type(error).__name__}: {first_line(error)})"
+    return None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line of at most 160 characters, without its last full stop."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:160].rstrip(". ")
+
+
+def _is_built_in(config: PretrainedConfig) -> bool:
+    """Whether transformers itself has the model's code."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _check_model_class(config: PretrainedConfig) -> None:
@@ -83,7 +177,8 @@ def _check_model_class(config: PretrainedConfig) -> None:
         MODEL_FOR_MASKED_LM_MAPPING,
     )
 
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in ENCODER_TYPES
+    if encoder and not getattr(config, "is_decoder", False):
         raise _refusal(config.model_type, "it is an encoder")
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         check_attention_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.model_type)

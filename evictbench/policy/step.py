@@ -53,10 +53,13 @@ class ModelShape:
         """Read from a transformers config."""
         text = config.get_text_config(decoder=True)
         heads = int(text.num_attention_heads)
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        if getattr(text, "multi_query", False):  # GPTBigCode, whatever the number that stands beside it
+            kv_heads = 1
         return cls(
             layers=int(text.num_hidden_layers),
             heads=heads,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            kv_heads=int(kv_heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             hidden_size=int(getattr(text, "hidden_size", None) or 0),
         )

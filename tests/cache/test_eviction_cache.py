@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, pipeline
 import evictbench.cache
 from evictbench import EvictionCache
 from evictbench.cache.base import KVCache
+from evictbench.cache.probe import cache_argument
 from evictbench.errors import UserError
-from evictbench.generation.runner import cache_argument
 from evictbench.policies.h2o import H2O
 from evictbench.policy import HeadBudgetPolicy, RaggedPolicy
 from twin import tiny_model

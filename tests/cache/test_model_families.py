@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Phi3C
 
 from evictbench.cache import attention
 from evictbench.cache.new_cache import new_cache
+from evictbench.cache.rope import fixed_frequencies_below
 from evictbench.errors import UserError
+from evictbench.models.supported import context_window
 from evictbench.policies.full import Full
 from evictbench.policies.h2o import H2O
 from evictbench.policies.streaming_llm import StreamingLLM
@@ -90,12 +92,45 @@ def test_shifted_sinks_are_rotated_as_the_model_rotates(name: str) -> None:
     torch.testing.assert_close(last[0], last[1], atol=1e-4, rtol=0)
 
 
-def test_frequencies_that_change_with_length_are_refused() -> None:
-    config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(UserError, match="rotary"):
-        new_cache(model, StreamingLLM(), 16)
-    new_cache(model, StreamingLLM(StreamingLLM.Config(positions="original")), 16)
+CHANGING: dict[str, Any] = {
+    "dynamic": LlamaConfig(
+        **SIZES | {"max_position_embeddings": 48},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    ),
+    "longrope": Phi3Config(
+        **SIZES,
+        sliding_window=None,
+        original_max_position_embeddings=48,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 48,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_text_that_changes_the_frequencies_is_refused(name: str) -> None:
+    """Below that length they are fixed, and the cache is exact; `generate` does not go on without it above."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CHANGING[name]).eval()
+    ids = torch.randint(1, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 7}
+    expected = model.generate(ids, **settings)
+    assert fixed_frequencies_below(model.config) == 48
+    assert context_window(model.config) == 47
+    for chunk in (16, 64):
+        for policy in (Full(), StreamingLLM()):
+            cache = new_cache(model, policy, None if isinstance(policy, Full) else 100, prompt_length=40)
+            ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=chunk, **settings)
+            assert ours.tolist() == expected.tolist()
+    for length, new in ((40, 20), (60, 1)):
+        cache = new_cache(model, Full(), None)
+        with pytest.raises(UserError, match="from 48 tokens on"):
+            model.generate(ids.repeat(1, 2)[:, :length], past_key_values=cache, **settings | {"max_new_tokens": new})
 
 
 def test_without_a_cache_it_is_plain_attention() -> None:

@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictbench import EvictionCache
 from evictbench.cache import attention
+from evictbench.cache.probe import cache_argument
 from evictbench.errors import UserError
-from evictbench.generation.runner import cache_argument
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evictbench.cache.base import GROWTH_BLOCK, KVCache
 from evictbench.cache.forward_plan import ForwardPlan
-from evictbench.cache.rope import SinkShift, inverse_frequencies
+from evictbench.cache.rope import SinkShift, inverse_frequencies, rotations
 from evictbench.cache.rows import Sequence
 from evictbench.cache.slots.eviction import Eviction
 from evictbench.cache.slots.layer import SlotLayer
@@ -48,8 +48,8 @@ class SlotCache(KVCache):
         budget: Budget | int | str | None = None,
         **settings: Any,
     ) -> None:
-        rotates = policy.needs_rope or policy.reindexed_sinks
-        self.inv_freq = inverse_frequencies(model, policy.name) if rotates else None
+        self.inv_freq = inverse_frequencies(model, policy.name) if policy.needs_rope else None
+        self.rotations = rotations(model, policy.name) if policy.reindexed_sinks else None
         super().__init__(model, policy, budget, **settings)
         self.charge = policy.charge(self.shape)
         self.dense = self.budget is None or self.mode == "dense"
@@ -64,8 +64,8 @@ class SlotCache(KVCache):
         self.placements: list[Placement] = []
         self.eviction = Eviction(self.policy, self.layers, self.placements, self.bytes)
         self.shift = None
-        if self.inv_freq is not None and self.policy.reindexed_sinks:
-            self.shift = SinkShift(self.inv_freq, self.policy.sinks)
+        if self.rotations is not None:
+            self.shift = SinkShift(self.rotations, self.policy.sinks)
         self._carried: dict[str, Any] = {}
 
     # What is held.
@@ -241,7 +241,7 @@ class SlotCache(KVCache):
         return labels
 
     def _unrotate_angles(self, keys: Tensor, plan: ForwardPlan) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        if self.inv_freq is None or not self.policy.needs_rope:
+        if self.inv_freq is None:
             return None
         if self.inv_freq.device != keys.device:
             self.inv_freq = self.inv_freq.to(keys.device)

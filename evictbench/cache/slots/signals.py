@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evictbench.cache.clock import ATTENTION, POLICY, SIGNALS
 from evictbench.cache.kernels import attend_and_observe, attend_one, probabilities
-from evictbench.cache.rope import SinkShift, rotate
+from evictbench.cache.rope import SinkShift
 from evictbench.policy.tiles import TILE_ELEMENTS
 
 if TYPE_CHECKING:
@@ -105,13 +105,14 @@ class LayerAttention:
     def _sink_queries(self) -> tuple[int, Tensor] | None:
         """In a chunk: the number of sinks, and the queries rotated to their distance from them in the cache."""
         plan, query = self.plan, self.query
-        if self.shift is None or plan.dense or plan.single:
+        rotation = None if self.shift is None else self.shift.rotations[self.layer.index]
+        if rotation is None or plan.dense or plan.single:
             return None
         if all(seen <= entries[-2] for seen, entries in zip(plan.seen, plan.entries, strict=True)):
             return None
         positions, budgets = plan.query_positions(query.device), plan.budgets(query.device)[:, :-1]
         shift = (positions - (budgets - 1)).clamp(min=0)
-        return self.policy.sinks, rotate(query, -shift[:, None], self.shift.frequencies(query.device))
+        return self.policy.sinks, rotation.turn(query, -shift[:, None])
 
     def window_probs(self) -> Tensor:
         """The signal of that name: softmax rows of the remembered queries over what is held."""

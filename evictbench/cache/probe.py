@@ -1,0 +1,130 @@
+"""What the layers of a model hand to attention, read from one pass of one token: on weights, or on the meta device.
+
+A config says little about that, and each model family says it in its own words. The pass says it for every layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from evictbench.cache.attention import OURS, Unsupported, carry, use
+from evictbench.policy.step import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What one layer handed to attention for one token.
+
+    module: the attention module. heads, width: of the query. key: `[1, kv_heads, 1, head_dim]`, as cached.
+    value_width: of each value.
+    """
+
+    module: Any
+    heads: int
+    width: int
+    key: Tensor
+    value_width: int
+
+
+class _Layer(CacheLayerMixin):
+    """A cache layer that holds nothing and notes what attention is given."""
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.updated = False
+        self.handed: Handed | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.updated = True
+        return carry(key_states, self), value_states
+
+    def attend(
+        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+    ) -> Tensor:
+        """One token sees itself alone: the output is its value."""
+        self.handed = Handed(module, query.shape[1], query.shape[3], keys, values.shape[3])
+        return values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
+
+    def check_positions(self, positions: Tensor | None) -> None:
+        """Any position will do."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: there are no buffers."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, OURS
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of the argument that takes a cache; transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the model can be told the positions of its tokens."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def hand_over(model: PreTrainedModel, position: int = 0) -> list[Handed]:
+    """What each layer hands to attention for one token at this position, which sees nothing but itself.
+
+    The model attends through evictbench afterwards. Raises Unsupported where a layer attends past its cache, or is
+    given an argument that the cache does not know.
+    """
+    use(model)
+    shape = ModelShape.of(model.config)
+    layers = [_Layer() for _ in range(shape.layers)]
+    named: dict[str, Any] = {cache_argument(model): Cache(layers=[*layers]), "use_cache": True}
+    if takes_positions(model):
+        named["position_ids"] = torch.full((1, 1), position, device=model.device)
+    with torch.no_grad():
+        model(input_ids=torch.ones((1, 1), dtype=torch.long, device=model.device), **named)
+    found = []
+    for index, layer in enumerate(layers):
+        if not layer.updated:
+            raise Unsupported(f"its layer {index} puts no keys and values into the cache")
+        if layer.handed is None:
+            raise Unsupported(f"its layer {index} attends with other keys than those that it puts into the cache")
+        found.append(layer.handed)
+    return found
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise Unsupported where a layer is not the plain attention that the config describes, naming it and what differs.
+
+    The model may lie on the meta device, without weights.
+    """
+    shape = ModelShape.of(model.config)
+    modules: dict[Any, int] = {}
+    for index, layer in enumerate(hand_over(model)):
+        where = f"its layer {index} ({type(layer.module).__name__})"
+        if (earlier := modules.setdefault(layer.module, index)) != index:
+            raise Unsupported(f"its layers {earlier} and {index} are one and the same, read twice")
+        key_heads, key_width = layer.key.shape[1], layer.key.shape[3]
+        if layer.value_width != key_width:
+            raise Unsupported(f"{where} has keys of {key_width} and values of {layer.value_width} elements")
+        for what, found, stated in (
+            ("query heads", layer.heads, shape.heads),
+            ("KV heads", key_heads, shape.kv_heads),
+            ("elements a key", key_width, shape.head_dim),
+            ("elements a query", layer.width, shape.head_dim),
+        ):
+            if found != stated:
+                raise Unsupported(f"{where} has {found} {what}, and its config says {stated}")
