@@ -66,7 +66,6 @@ def test_the_hash_of_plain_folders_is_what_it_was(whole, sharded):
         both(text("config.4.0.0.json", "{}"), entries(configuration_files=["config.4.0.0.json"])),
         tensors(halved),
     ],
-    ids=str,
 )
 def test_what_influences_results_is_in_the_hash(whole, tmp_path, change):
     folder = copy(whole, tmp_path / "copy")
