@@ -11,7 +11,13 @@ from evictbench.models import load
 
 pytestmark = pytest.mark.engine
 
-SIZES = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 97}
+SIZES = {
+    "num_hidden_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 97,
+}
 CYCLE = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
