@@ -94,8 +94,14 @@ def hand_over(model: PreTrainedModel, position: int = 0) -> list[Handed]:
     named: dict[str, Any] = {cache_argument(model): Cache(layers=[*layers]), "use_cache": True}
     if takes_positions(model):
         named["position_ids"] = torch.full((1, 1), position, device=model.device)
-    with torch.no_grad():
-        model(input_ids=torch.ones((1, 1), dtype=torch.long, device=model.device), **named)
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # a model in training attends with dropout
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.ones((1, 1), dtype=torch.long, device=model.device), **named)
+    finally:
+        for module in training:
+            module.training = True
     found = []
     for index, layer in enumerate(layers):
         if not layer.updated:
