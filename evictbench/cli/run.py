@@ -201,7 +201,9 @@ def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    trained_on = summary.get("transferred_from")
+    caption = f"The policy's weights were trained on {trained_on}." if trained_on else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption=caption, caption_justify="left")
     table.add_column("task", overflow="fold")
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)

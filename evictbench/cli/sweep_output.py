@@ -135,9 +135,9 @@ def result_table(cells: Sequence[SweepCell]) -> Table:
                 f"{mean['occupancy_mean']:.0f}",
                 human_bytes(mean["cache_bytes"]),
             )
-        table.add_row(
-            cell.suite, cell.policy, cell.budget, *values, "" if cell.state == "done" else cell.state, style=None
-        )
+        trained_on = cell.summary.get("transferred_from")
+        note = f"weights of {trained_on}" if trained_on and cell.state == "done" else cell.state
+        table.add_row(cell.suite, cell.policy, cell.budget, *values, "" if note == "done" else note, style=None)
     return table
 
 

@@ -342,6 +342,7 @@ def _summary(plan: RunPlan, folder: run_folder.RunFolder, doubts: Sequence[str])
         "skipped": dict(plan.prepared.skipped),
         "answers_cut": dict(plan.answers_cut),
         "overlong": {name: list(ids) for name, ids in plan.overlong.items()},
+        "transferred_from": None if plan.weights is None else plan.weights.transferred_from,
         "differs": {name: {"used": used, "protocol": own} for name, (used, own) in plan.differs.items()},
         "warnings": [*_warnings(plan), *_unused_weights(folder), *doubts],
         # Read from the disk: Ctrl-C may come between writing a sample's line and counting it.

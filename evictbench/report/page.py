@@ -45,12 +45,17 @@ class Column:
     minor: bool = False
 
 
+def _policy(row: Row) -> str:
+    """The policy, with the model that its weights are of where that is another."""
+    return row.policy if row.transferred_from is None else f"{row.policy} (weights of {row.transferred_from})"
+
+
 def columns(board: Board) -> list[Column]:
     """The columns of the leaderboard in order, with suite and model if there are several."""
     several = {name for name in ("suite", "model") if len({getattr(row, name) for row in board.rows}) > 1}
     seen = "cache entries per KV head that a decode query saw"
     every = [
-        Column("policy", "eviction policy", lambda row: row.policy, lambda row: row.policy, number=False),
+        Column("policy", "eviction policy", _policy, lambda row: row.policy, number=False),
         Column("budget", "cache entries per KV head, or a share of the text", lambda row: row.budget, _budget_value),
         Column("suite", "suite", lambda row: row.suite, lambda row: row.suite, number=False, minor=True),
         Column("model", "model", lambda row: row.model, lambda row: row.model, number=False, minor=True),

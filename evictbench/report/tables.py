@@ -29,7 +29,8 @@ class Row:
     """One run on one task, or on the mean of them (`task` is "mean of N"; `whole`: it stands for the whole run).
 
     Scores and shares are in [0, 1], sizes in bytes. group: the runs that it may be compared with. versus: the full
-    cache on the same documents; None without one.
+    cache on the same documents; None without one. transferred_from: the model that the policy's weights were trained
+    on, where it is another than the run's.
     """
 
     run: str
@@ -52,6 +53,7 @@ class Row:
     truncated: float
     repetition: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    transferred_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def _row(
         samples=int(task["samples"]),
         occupancy_max=int(task["occupancy_max"]),
         metrics=values,
+        transferred_from=task["transferred_from"] if isinstance(task.get("transferred_from"), str) else None,
         **{name: float(task[name]) for name in MEANS},
     )
 
@@ -171,5 +174,6 @@ def _mean_row(
         samples=sum(task.samples for task in tasks),
         occupancy_max=max(task.occupancy_max for task in tasks),
         metrics={name: fmean(task.metrics[name] for task in tasks) for name in shared},
+        transferred_from=first.transferred_from,
         **means,
     )

@@ -32,11 +32,12 @@ PROTOCOL = {
 def identity(policy="h2o", budget="64", tasks=("niah",), suite="ruler", model="tiny", data=None, **changes):
     protocol = PROTOCOL | {name: changes.pop(name) for name in list(changes) if name in PROTOCOL}
     settings = changes.pop("settings", {})
+    extra = {"weights": changes.pop("policy_weights")} if "policy_weights" in changes else {}
     return {
         "suite": suite,
         "tasks": tasks if isinstance(tasks, dict) else dict.fromkeys(tasks, "1.0"),
         "data": data or {"generator": "version 1"},
-        "policy": {"name": policy.partition(":")[0], "label": policy, "settings": settings, "source": None},
+        "policy": {"name": policy.partition(":")[0], "label": policy, "settings": settings, "source": None} | extra,
         "budget": budget,
         "protocol": protocol,
         "seed": 0,

@@ -1,9 +1,10 @@
 """The numbers of the report: differences from the full cache, the leaderboard's rows."""
 
 import pytest
-from plot.plot_records import sample, write_run
+from plot.plot_records import right, sample, write_run
 
 import evictbench
+from evictbench.report.page import columns
 from evictbench.report.tables import leaderboard
 from evictbench.report.warnings import warnings
 
@@ -74,3 +75,14 @@ def test_a_full_cache_that_says_nothing_is_a_warning(tmp_path):
     (notice,) = [each for each in warnings(samples, leaderboard(samples)) if each.kind == "full cache in doubt"]
     assert "12 of 12 answers of the full cache are wrong and at most one token long" in notice.text
     assert notice.run == samples[samples["policy"] == "full"]["fingerprint"].iloc[0]
+
+
+def test_a_row_says_whose_weights_its_policy_has(tmp_path):
+    """A policy that another model's weights serve is not the paper's row of this model."""
+    weights = {"sha256": "0", "variant": "", "transferred_from": "SmolLM2-135M"}
+    lines = right(5, 10) + right(4, 10, task="vt")
+    write_run(tmp_path, lines, tasks=("niah", "vt"))
+    write_run(tmp_path, lines, tasks=("niah", "vt"), policy="distillcache", policy_weights=weights)
+    board = leaderboard(evictbench.results(tmp_path))
+    shown = next(column for column in columns(board) if column.heading == "policy")
+    assert {shown.text(row) for row in board.rows} == {"h2o", "distillcache (weights of SmolLM2-135M)"}

@@ -125,10 +125,10 @@ def test_metrics_beside_the_score_have_means_and_intervals():
     assert summarise(lines, {"a": 9})["tasks"]["a"]["metrics"]["strict"]["interval"] == mean_interval([0.0] * 9)
 
 
-def shown(width, lines=None):
+def shown(width, lines=None, **more):
     lines = lines or [line("niah_multiquery", 1.0, decode_seconds=1e3), line("niah_multiquery", 0.25), line("vt", 0.5)]
     asked = dict.fromkeys((one["task"] for one in lines), 0) | ({} if len(lines) > 3 else {"vt": 2})
-    summary = summarise(lines, asked)
+    summary = summarise(lines, asked) | more
     console = Console(file=io.StringIO(), width=width)
     console.print(*run.result_tables(summary, console))
     return console.file.getvalue()
@@ -137,6 +137,12 @@ def shown(width, lines=None):
 def test_a_wide_console_gets_one_table_and_a_narrow_one_two():
     assert shown(160).count("niah_multiquery") == 1
     assert shown(80).count("niah_multiquery") == 2
+
+
+def test_a_table_says_that_the_policy_has_another_models_weights():
+    sentence = "The policy's weights were trained on SmolLM2-135M."
+    assert sentence in " ".join(shown(80, transferred_from="SmolLM2-135M").split())
+    assert "trained on" not in shown(80, transferred_from=None)
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])

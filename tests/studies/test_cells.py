@@ -23,7 +23,7 @@ class NoText:
 
 def plan_of(own: Any = None) -> Any:
     return SimpleNamespace(
-        end_tokens=SimpleNamespace(ids=None),
+        end_tokens=SimpleNamespace(ids=frozenset()),
         settings=SimpleNamespace(prefill="native", chunk=16, batch_size=3, seed=5, device="cpu"),
         checked=SimpleNamespace(
             budget=Budget.parse("12"),
