@@ -168,6 +168,9 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
     names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
     if names:
         tables.append(_table(summary, [_metric_column(name) for name in names]))
+    if trained_on := summary.get("transferred_from"):
+        tables[-1].caption = f"The policy's weights were trained on {trained_on}."
+        tables[-1].caption_justify = "left"
     return tables
 
 
@@ -201,9 +204,7 @@ def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     from rich import box
     from rich.table import Table
 
-    trained_on = summary.get("transferred_from")
-    caption = f"The policy's weights were trained on {trained_on}." if trained_on else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("task", overflow="fold")
     for heading, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
