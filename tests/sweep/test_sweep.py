@@ -114,7 +114,7 @@ def test_a_failed_cell_does_not_stop_the_others_and_says_why(grid, failing):
     sweep(cells, InProcess(), watch)
     assert [cell.state for cell in cells] == ["done", "failed", "done", "failed"]
     bursts, hungry = cells[1], cells[3]
-    assert bursts.sentence == "RuntimeError: the score is gone"
+    assert bursts.sentence == "Bursts.score failed: RuntimeError: the score is gone."
     assert "in score" in bursts.trace
     assert hungry.sentence == "Out of memory with a single row: no room for 3 GiB"
     for cell in (bursts, hungry):

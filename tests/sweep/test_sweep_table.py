@@ -176,7 +176,7 @@ def test_a_sweep_that_ends_shows_scores_and_one_with_failures_says_so(words, fai
     how = SweepOptions(debug=True)
     assert sweep_and_show(None, words | {"policies": f"{failing}:Bursts", "budgets": "16"}, how, False) == 1
     captured = capsys.readouterr()
-    assert "failed: bursts at 16 on toy: RuntimeError: the score is gone (" in captured.err
+    assert "failed: bursts at 16 on toy: Bursts.score failed: RuntimeError: the score is gone" in captured.err
     assert "Traceback" in captured.err
     assert "1 of 2 cells failed. To try them again: evictbench" in captured.err
 

@@ -169,7 +169,7 @@ def test_without_any_the_way_to_some_is_named(packaged):
             policy_weights.find(policy, None, model, lambda: "sha256:x", SHAPE)
         assert model in str(raised.value)
     with pytest.raises(UserError, match=r"no weights for big .*come .* --model '/my models/big' --data"):
-        policy_weights.find(packaged.Toy(), None, "big", lambda: "sha256:x", SHAPE, "/my models/big")
+        policy_weights.find(packaged.Toy(), None, "big", lambda: "sha256:x", SHAPE, model_argument="/my models/big")
 
 
 def test_transferable_ones_that_come_with_a_policy_serve_any_model(packaged):

@@ -9,6 +9,7 @@ from torch import Tensor
 from evictbench.models.policy_weights import Weights, shape_data
 from evictbench.policies.distillcache import DistillCache
 from evictbench.policy import ModelShape
+from evictbench.policy.charge import Charge
 from twin.cases import Case
 from twin.distillcache import Ranker
 
@@ -33,8 +34,10 @@ def weights(ranker: Ranker, policy: str = "distillcache", shape: ModelShape = SH
 
 
 def policy_of(case: Case, cls: type[DistillCache] = DistillCache) -> DistillCache:
-    """The policy of a twin's case, with the twin's weights."""
+    """The policy of a twin's case, with the twin's weights. Its ring is not charged: on a model so small it would cost
+    as much as the entries, where on a real one it costs none."""
     rule: Any = case.rule
     policy = cls(cls.Config(**case.settings))
     policy.use(weights(rule.ranker), ModelShape.of(case.model().config))
+    policy.charge = lambda shape: Charge()  # type: ignore[method-assign]
     return policy
