@@ -5,7 +5,7 @@ from store.damage import Harness
 
 from evictbench.errors import UserError
 
-SEEDS = range(10)
+SEEDS = range(5)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["with checksums", "as earlier versions wrote them"])
