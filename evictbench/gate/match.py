@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 MEAN = "mean"
 
-MASKED = "masked"
-"""A prefill that hides what is evicted and stores it all the same: the same answers as without it."""
-
 SCORES = re.compile(r"accuracy|score|match|f1|rouge|pass@1|avg@|average", re.IGNORECASE)
 """Published metrics that are the same as a run's score."""
 
@@ -160,7 +157,7 @@ def _differing(entry: Published, arm: Arm, tasks: Sequence[str]) -> Iterator[tup
         if name in stated and not idle and not _alike(arm.run[name], stated[name]):
             yield name, arm.run[name], stated[name]
     prefill = _prefill(arm)
-    if stated.get("prefill") not in (None, MASKED, prefill):
+    if stated.get("prefill") not in (None, prefill):
         yield "prefill", prefill, stated["prefill"]
     if "max_new_tokens" in stated:
         yield from _limit(stated["max_new_tokens"], arm.lengths[arm.lengths["task"].isin(tasks)])

@@ -46,7 +46,7 @@ PROTOCOL = {
     "top_k": "sampling",
     "min_p": "sampling",
     "max_new_tokens": "tokens allowed an answer",
-    "prefill": "native, dense, bounded; masked: evicted entries are hidden, and stored all the same",
+    "prefill": "native, dense, bounded; masked: evicted entries are hidden, stored all the same, and may return: like none of the others",
     "chunk": "prompt tokens per forward pass",
     "shots": "worked examples before the question",
     "samples": "documents, where they are fewer than the suite has",

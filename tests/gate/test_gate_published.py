@@ -130,7 +130,6 @@ def test_protocols_that_differ_are_named(tmp_path, draw, protocol, named):
         {"max_new_tokens": 512},  # no answer came up to 16 tokens
         {"max_new_tokens": 16},
         {"dtype": "float16", "batch_size": 4, "hardware": "A100", "shots": 8, "samples": 100},
-        {"prefill": "masked"},
         {"prefill": "dense"},  # H2O's own way
         {"chunk": 512},
     ],
@@ -149,6 +148,14 @@ def test_sampling_and_prefill_that_differ(tmp_path, draw):
     assert "prefill (bounded here, dense there)" in why
     assert "chunk (256 here, 128 there)" in why
     assert "top_k" not in why
+
+
+@pytest.mark.parametrize("prefill", ["native", "dense", "bounded"])
+def test_masked_is_like_no_other_prefill(tmp_path, draw, prefill):
+    """Under a mask an evicted entry may return, which it cannot in a run."""
+    write_pair(tmp_path, *answers(draw, 20, 0.8, 0.9), prefill=prefill)
+    assert "there)" in (why := one(tmp_path, published(protocol={"prefill": "masked"})).why)
+    assert "here, masked there)" in why
 
 
 def test_no_full_cache_beside_it(tmp_path, draw):
