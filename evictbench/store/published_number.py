@@ -46,7 +46,7 @@ PROTOCOL = {
     "top_k": "sampling",
     "min_p": "sampling",
     "max_new_tokens": "tokens allowed an answer",
-    "prefill": "native, dense, bounded; masked: evicted entries are hidden, stored all the same, and may return: like none of the others",
+    "prefill": "native, dense, bounded; masked: what is evicted is only hidden, and may return",
     "chunk": "prompt tokens per forward pass",
     "shots": "worked examples before the question",
     "samples": "documents, where they are fewer than the suite has",

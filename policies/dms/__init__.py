@@ -11,7 +11,7 @@ from evictbench.policy import ModelShape, NewEntries, RaggedPolicy
 from evictbench.policy.plot_style import DASH_DOT, PlotStyle
 
 from .allotment import OFF, Calibration
-from .gate import BorrowedGate, SeparateGate
+from .gate import OFFSET, SCALE, BorrowedGate, SeparateGate
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -117,7 +117,12 @@ class DMS(RaggedPolicy):
         if self._alpha_per is None:
             self._alpha_per = getattr(text, "dms_alpha_per", None) or "head"
         self.learned = False
-        self._gate = BorrowedGate(ModelShape.of(config).kv_heads, shared=self._alpha_per == "layer")
+        self._gate = BorrowedGate(
+            ModelShape.of(config).kv_heads,
+            shared=self._alpha_per == "layer",
+            scale=float(getattr(text, "dms_alpha_scale", SCALE)),
+            offset=float(getattr(text, "dms_initial_alpha_offset", OFFSET)),
+        )
         ratio = getattr(text, "dms_cr", None)
         if self._calibration is None and ratio:
             self._calibration = Calibration.published(float(ratio))

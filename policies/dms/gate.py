@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 SCALE = 100.0
 OFFSET = 5.0
-"""z = SCALE · x - OFFSET: at x = 0, where training starts, nothing is evicted, and small weights decide much."""
+"""z = SCALE · x - OFFSET: at x = 0, where training starts, nothing is evicted, and small weights decide much. The
+defaults of the authors' configuration (`dms_alpha_scale`, `dms_initial_alpha_offset`)."""
 
 
-def logits(raw: Tensor) -> Tensor:
+def logits(raw: Tensor, scale: float = SCALE, offset: float = OFFSET) -> Tensor:
     """The logits z, float32 or wider. raw: the number that a gate reads, of any shape."""
-    return SCALE * _wide(raw) - OFFSET
+    return scale * _wide(raw) - offset
 
 
 def governing(z: Tensor) -> Tensor:
@@ -74,16 +75,19 @@ class BorrowedGate:
 
     It is read after the query norm and before rotation. The model was trained to work without that channel, which is
     zeroed before the rotation and, because that mixes channels, again after it (`without_channel`). The group's other
-    heads and all keys keep theirs. shared: all heads of a layer follow the decision of its first KV head.
+    heads and all keys keep theirs. shared: all heads of a layer follow the decision of its first KV head. scale,
+    offset: as of `logits`.
     """
 
     kv_heads: int
     shared: bool = False
+    scale: float = SCALE
+    offset: float = OFFSET
 
     def logits(self, queries: Tensor) -> Tensor:
         """z `[rows, kv_heads, tokens]` from queries `[rows, tokens, heads, head_dim]`, before rotation."""
         group = queries.shape[2] // self.kv_heads
-        z = logits(queries[:, :, ::group, -1]).transpose(1, 2)
+        z = logits(queries[:, :, ::group, -1], self.scale, self.offset).transpose(1, 2)
         return z[:, :1].expand_as(z) if self.shared else z
 
     def without_channel(self, queries: Tensor, heads_at: int) -> Tensor:

@@ -107,6 +107,14 @@ def test_a_checkpoint_brings_its_gate_window_and_share() -> None:
     torch.testing.assert_close(z, (100 * queries[:, :, :1, -1] - 5).transpose(1, 2).expand(1, 2, 5))
 
 
+def test_a_checkpoint_brings_the_scale_and_offset_of_its_logits() -> None:
+    policy = DMS()
+    policy.fit(checkpoint(dms_window_size=16, dms_cr=4, dms_alpha_scale=50.0, dms_initial_alpha_offset=2.0))
+    queries = torch.randn(1, 5, 4, 16)
+    z = policy.read(0, "pre_rope_queries", queries)
+    torch.testing.assert_close(z, (50 * queries[:, :, ::2, -1] - 2).transpose(1, 2))
+
+
 def test_one_decision_for_a_layer() -> None:
     tensors = {"weight": torch.randn(2, 2, 48), "bias": torch.randn(2, 2)}
     hidden = torch.randn(1, 6, 48)
