@@ -249,6 +249,8 @@ def _table(samples: Sequence[Mapping[str, Any]], text: bool) -> pa.Table:
 def _column(values: Sequence[Any], kind: str) -> pa.Array:
     import pyarrow as pa
 
+    if kind == "float64":  # a whole number that a file holds may be larger than an integer of Arrow's
+        values = [None if value is None else float(value) for value in values]
     try:
         return pa.array(values, getattr(pa, kind)())
     except UnicodeEncodeError:  # half a surrogate pair is no UTF-8

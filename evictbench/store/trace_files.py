@@ -15,13 +15,14 @@ A cell is one policy at one budget, context and number of rows. Times are in mil
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from evictbench.errors import UserError
 from evictbench.store.files import open_file
-from evictbench.store.records import LARGEST, Trace, checked, read_object
+from evictbench.store.records import CHECKSUM, LARGEST, Trace, checked, read_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -146,6 +147,40 @@ def read_retention(folder: Path) -> pd.DataFrame | None:
     return frame
 
 
+def write_table(table: pa.Table, file: Path) -> None:
+    """Write a table of a trace, with checksums of its pages and of its contents."""
+    import pyarrow.parquet as pq
+
+    table = table.replace_schema_metadata({CHECKSUM: contents_crc32(table)})
+    pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+
+
+def contents_crc32(table: pa.Table) -> str:
+    """The CRC-32 of a table's names and values, eight hex digits. Pages have checksums, a file's footer has none."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    crc = 0
+
+    def add(data: bytes) -> None:
+        nonlocal crc
+        crc = zlib.crc32(data, crc)
+
+    for name in table.column_names:
+        values = table[name].combine_chunks()
+        add(name.encode())
+        add(np.asarray(pc.is_null(values), dtype=np.uint8).tobytes())
+        if pa.types.is_list(values.type):
+            add(np.asarray(pc.fill_null(pc.list_value_length(values), 0), dtype="<i8").tobytes())
+            values = pc.list_flatten(values)
+        if pa.types.is_string(values.type):
+            add("\0".join(pc.fill_null(values, "").to_pylist()).encode())
+        else:
+            add(np.asarray(pc.fill_null(values, 0), dtype="<f8").tobytes())
+    return f"{crc:08x}"
+
+
 def read_table(file: Path, columns: tuple[Column, ...]) -> pa.Table:
     """The table in a file of a trace, each column checked. Raises UserError with the file, the column and the row."""
     import pyarrow as pa
@@ -154,6 +189,9 @@ def read_table(file: Path, columns: tuple[Column, ...]) -> pa.Table:
     try:
         with open_file(file) as stream:
             table = pq.read_table(stream, page_checksum_verification=True)
+        stated = (table.schema.metadata or {}).get(CHECKSUM.encode())
+        if stated is not None and stated != contents_crc32(table).encode():
+            raise ValueError("its contents are not those that were written")
         missing = [column.name for column in columns if column.name not in table.column_names]
         if missing:
             raise UserError(f"{file} has no column {missing[0]}: it was written by another version.")

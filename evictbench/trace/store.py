@@ -21,6 +21,7 @@ from evictbench.store.trace_files import (
     arrow_schema,
     read_about,
     read_table,
+    write_table,
 )
 
 if TYPE_CHECKING:
@@ -138,7 +139,5 @@ def _rows(rows: Sequence[Mapping[str, Any]], columns: tuple[Column, ...]) -> pa.
 
 def _write(table: pa.Table, file: Path) -> None:
     """Replace a file at once."""
-    import pyarrow.parquet as pq
-
     with replacing(file) as unfinished:
-        pq.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
+        write_table(table, unfinished)

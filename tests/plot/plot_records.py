@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from evictbench.store import run_folder
 from evictbench.store.records import sample_line
-from evictbench.store.trace_files import RETENTION, RETENTION_FILE, STEPS, STEPS_FILE, TRACE, arrow_schema
+from evictbench.store.trace_files import RETENTION, RETENTION_FILE, STEPS, STEPS_FILE, TRACE, arrow_schema, write_table
 
 PROTOCOL = {
     "name": "default",
@@ -183,4 +182,4 @@ def write_trace(folder, found, kept=None):
 
 
 def _parquet(frame, columns, file):
-    pq.write_table(pa.Table.from_pandas(frame, schema=arrow_schema(columns), preserve_index=False), file)
+    write_table(pa.Table.from_pandas(frame, schema=arrow_schema(columns), preserve_index=False), file)

@@ -163,3 +163,9 @@ def test_reading_results_imports_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_whole_number_that_no_integer_of_arrow_holds_is_read(tmp_path):
+    """A time of 10^20 s is absurd and no damage: it is shown as it stands."""
+    write_run(tmp_path, [sample(0, 1.0, prefill_seconds=10**20)])
+    assert evictbench.results(tmp_path)["prefill_seconds"].tolist() == [1e20]

@@ -16,7 +16,15 @@ from evictbench.generation.runner import ModelRunner
 from evictbench.models import random_models
 from evictbench.models.machine import MemoryUsage
 from evictbench.plot import trace
-from evictbench.store.trace_files import RETENTION_FILE, STEPS, STEPS_FILE, TRACE, read_retention, read_trace
+from evictbench.store.trace_files import (
+    RETENTION_FILE,
+    STEPS,
+    STEPS_FILE,
+    TRACE,
+    read_retention,
+    read_trace,
+    write_table,
+)
 from evictbench.trace.cell import CellRunner
 
 BUDGET = 48
@@ -155,9 +163,8 @@ def test_finished_cells_stay_and_the_same_command_goes_on(
     table = pq.read_table(tmp_path / "t" / STEPS_FILE)
     unnamed = before.tail(1).assign(cell=4)
     torn = pd.concat([before, unnamed])
-    pq.write_table(
-        type(table).from_pandas(torn, schema=table.schema, preserve_index=False), tmp_path / "t" / STEPS_FILE
-    )
+    whole = type(table).from_pandas(torn, schema=table.schema, preserve_index=False)
+    write_table(whole, tmp_path / "t" / STEPS_FILE)
     (tmp_path / "t" / f".{STEPS_FILE}-unfinished-abc").write_bytes(b"PAR1")
     code, _, err = main("trace", *arguments, *COMMON)
     assert code == 0, err
