@@ -53,11 +53,11 @@ REQUIRED = ("task", "doc_id", "repeat", "score", "metrics", "occupancy_mean", "c
 
 IMPOSSIBLE = (
     *("null", "NaN", "Infinity", "1e999", "-1", '"x"', '""', "[]", "{}", '{"a": 1}', "[[1]]", "true", "-0.5", "1e301"),
-    *("9" * 30, "9" * 5000, "[" * 100_000 + "]" * 100_000, '{"a":' * 50_000 + "1" + "}" * 50_000, '"\\ud800"'),
+    *("9" * 5000, "[" * 100_000 + "]" * 100_000, '{"a":' * 50_000 + "1" + "}" * 50_000, '"\\ud800"'),
 )
 """JSON for values that hardly any field can have."""
 
-POSSIBLE = ("0", "1", "0.5", "false", "7", "1.5", '"niah"')
+POSSIBLE = ("0", "1", "0.5", "false", "7", "1.5", '"niah"', "9" * 30)
 
 
 def make(root, checksums=True):
