@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from twin_comparison import forward
 
+from evictbench.cache.base import KVCache
 from evictbench.cache.new_cache import new_cache
 from evictbench.errors import UserError
 from evictbench.policies.h2o import H2O
@@ -40,13 +41,14 @@ def state(**tensors: Any) -> Method:
     return lambda self, shape: tensors
 
 
-def read_and_decode(policy: Any, prefill: str = "native") -> None:
-    """A prompt in two chunks, and three tokens, in inference mode as a run does it."""
+def read_and_decode(policy: Any, prefill: str = "native") -> KVCache:
+    """The cache after a prompt in two chunks, and three tokens, in inference mode as a run does it."""
     model = tiny_model()
     cache = new_cache(model, policy, 20, prefill=prefill, prompt_length=len(TEXT))  # type: ignore[arg-type]
     with torch.inference_mode():
         for tokens in (TEXT[:16], TEXT[16:], [3], [4], [5]):
             forward(model, cache, tokens)
+    return cache
 
 
 def undeclared(self: Any, step: Step) -> Tensor:
@@ -122,7 +124,9 @@ def test_a_scored_policy_that_is_wrong_ends_in_a_sentence(members: dict[str, Any
 
 
 def test_infinite_scores_have_an_order() -> None:
-    read_and_decode(scored(score=lambda self, step: (newest(self, step) + 1) * torch.inf)())
+    """All are equal here, and of equal scores the earlier position is kept."""
+    cache = read_and_decode(scored(score=lambda self, step: (newest(self, step) + 1) * torch.inf)())
+    assert cache.kept(0)[0].tolist() == list(range(19))
 
 
 def test_memory_that_runs_out_is_not_the_policy_s_fault() -> None:
@@ -210,4 +214,4 @@ def test_what_the_engine_shows_is_written_back_nowhere() -> None:
     """The right policies pass, twice with one object."""
     for policy in (TOVA(), H2O(), Marks(), Pools()):
         for _ in range(2):
-            read_and_decode(policy, "dense")
+            assert read_and_decode(policy, "dense").seen == [33]
