@@ -5,24 +5,28 @@
     python -m studies.reference --data-dir DATA --extend       # first take what is published already, then go on
     python -m studies.reference --data-dir DATA --publish      # run nothing, write what is finished
 
-RULER's four tasks that the model itself answers best, and fidelity on GSM8K's test text; float32, every prompt
-attended whole and cut once at its end, so that one dense pass over a text serves all cells (`studies.replay`). It can
-be stopped at any time; finished samples are not run again. The published folders, in results/reference/bundled, are run
+RULER's four tasks that the model itself answers best, and fidelity on GSM8K's test text; float32. Every policy runs
+with dense prefill: every prompt is attended whole and cut once at its end, so that one dense pass over a text serves
+all cells (`studies.replay`). The policies whose own prefill is another run with that, too. It can be stopped at any
+time; finished samples are not run again. The published folders, in results/reference/bundled, are run
 folders without the text of any prompt or answer, which `evictbench plot`, `report` and `gate` read.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evictbench.errors import UserError
 from evictbench.evaluation.settings import RunSettings
 from evictbench.models import bundled
-from evictbench.registry import split_policies
+from evictbench.policy import Prefill
+from evictbench.registry import parse_policy, split_policies
 from evictbench.store import run_folder
 from evictbench.store.files import write_json
 from evictbench.store.summary import summarise
@@ -37,6 +41,7 @@ POLICIES = (
     *("indexmem_pp", "distillcache", "dms"),
 )
 BUDGETS = ("128", "256")
+PREFILLS: tuple[Prefill, ...] = ("dense", "native")
 
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "fidelity": {"tasks": "gsm8k", "context": 864, "max_new_tokens": "96", "limit": 50},
@@ -68,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suites", default=",".join(WORKLOADS))
     parser.add_argument("--policies", default=",".join(POLICIES), help="only these, named as on the command line")
     parser.add_argument("--budgets", default=",".join(BUDGETS))
+    parser.add_argument("--prefill", default=",".join(PREFILLS), help="dense, native (where it is not dense), or both")
     parser.add_argument("--limit", type=int, help="the first so many samples of each task alone")
     parser.add_argument("--part", type=part, default=(1, 1), help="1/2: only the first of two halves of the cells")
     parser.add_argument("--block", type=int, default=20, help="samples that go through all cells before the next ones")
@@ -84,9 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _reference(options: argparse.Namespace) -> int:
     from studies.cells import plan_cells, run_cells
 
-    for suite in options.suites.split(","):
-        common = RunSettings(policy="full", suite=suite, **_settings(suite, options))
-        cells = plan_cells(split_policies(options.policies), options.budgets.split(","), common, say)
+    named, prefills = split_policies(options.policies), options.prefill.split(",")
+    if unknown := [name for name in prefills if name not in PREFILLS]:
+        raise UserError(f"--prefill is {' or '.join(PREFILLS)}, or both, not {unknown[0]!r}.")
+    for suite, prefill in itertools.product(options.suites.split(","), prefills):
+        common = RunSettings(policy="full", suite=suite, **_settings(suite, options), prefill=prefill)
+        policies = named if prefill == "dense" else [name for name in named if native_is_another(name)]
+        cells = plan_cells(policies, options.budgets.split(","), common, say)
         if not options.publish:
             mine = in_part(cells, options.part)
             if options.extend:
@@ -100,11 +110,17 @@ def _reference(options: argparse.Namespace) -> int:
     return 0
 
 
+def native_is_another(name: str) -> bool:
+    """Whether a policy's own prefill is not dense. name: as the command names it, with or without a weights folder."""
+    policy = parse_policy(name.partition("@")[0]).policy
+    return policy.needs_budget and policy.prefill_mode("native") != "dense"
+
+
 def _settings(suite: str, options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in WORKLOADS[suite].items() if value is not None}
     if options.limit is not None:
         given["limit"] = options.limit
-    common = {"model": bundled.NAME, "dtype": "float32", "prefill": "dense", "batch_size": options.block}
+    common = {"model": bundled.NAME, "dtype": "float32", "batch_size": options.block}
     return {**common, **given, "data_dir": options.data_dir, "out": options.out}
 
 

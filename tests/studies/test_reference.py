@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from studies.reference import begin_from_published
+from studies.reference import POLICIES, begin_from_published, main, native_is_another
 from studies.reference_page import MARKS, common, table, write_between_marks
 
 
@@ -23,6 +23,16 @@ def test_a_cell_goes_on_from_what_is_published_and_from_its_own_run_first(tmp_pa
     (plan.folder / "samples.jsonl").write_text("{}\n{}\n")
     assert not begin_from_published(plan, published)
     assert (plan.folder / "samples.jsonl").read_text() == "{}\n{}\n"
+
+
+def test_policies_that_are_defined_with_a_dense_prompt_have_no_native_cells() -> None:
+    dense = {"full", "tova", "h2o", "snapkv", "distillcache"}
+    assert {name for name in POLICIES if not native_is_another(name)} == dense
+
+
+def test_another_prefill_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--prefill", "dense,sparse"]) == 2
+    assert "--prefill is dense or native, or both, not 'sparse'." in capsys.readouterr().err
 
 
 def test_only_documents_that_every_cell_has_are_counted_and_differences_are_paired() -> None:
