@@ -66,7 +66,9 @@ TopK = Annotated[int | None, whole(help="Draw from this many likeliest tokens; 0
 MinP = Annotated[float | None, real(help="Draw from tokens at least this likely, relative to the likeliest.")]
 Thinking = Annotated[
     str,
-    typer.Option(help="The template's switch for thoughts: on, off, auto (the protocol's, or else the template's own)."),
+    typer.Option(
+        help="The template's switch for thoughts: on, off, auto (the protocol's, or else the template's own)."
+    ),
 ]
 SystemPrompt = Annotated[
     str | None, typer.Option(help="What the system says in the chat template. Default: the protocol's, or nothing.")

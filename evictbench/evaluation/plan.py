@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evictbench.errors import UserError
-
 from evictbench.evaluation import tasks, thinking
 from evictbench.evaluation.chat import choose as choose_chat
 from evictbench.evaluation.checks import Checked, check

@@ -152,7 +152,9 @@ def say(tokenizer: PreTrainedTokenizerBase, system_prompt: str, template: ChatTe
     """
     before = _SAID_BY_THE_SYSTEM if takes_system(tokenizer) else _SAID_IN_THE_FIRST_TURN
     # JSON's escapes are Jinja's too.
-    tokenizer.chat_template = before.replace("SAID", json.dumps(system_prompt, ensure_ascii=False)) + str(tokenizer.chat_template)
+    tokenizer.chat_template = before.replace("SAID", json.dumps(system_prompt, ensure_ascii=False)) + str(
+        tokenizer.chat_template
+    )
     text = render(tokenizer, [{"role": "user", "content": _PROBE}], template=str(template), add_generation_prompt=True)
     if not holds(text, system_prompt):
         raise UserError(f"{template} leaves out or changes the system prompt: use another template, or none of it.")

@@ -23,7 +23,7 @@ WITHOUT_ROLE = (
 )
 IN_PARTS = "\n" + WITH_ROLE.replace("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}")
 ITS_OWN = "{% if messages[0]['role'] != 'system' %}<system>be brief</s>{% endif %}" + WITH_ROLE
-SAID = "Answer as \"SAID\" {% raw %} {{ x }}\nin two lines, \\n, 数 😀 %}."
+SAID = 'Answer as "SAID" {% raw %} {{ x }}\nin two lines, \\n, 数 😀 %}.'
 
 PROTOCOLS = {
     "default": Protocol(source="", tasks=TOY.tasks),

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from fake_plugins import TOY, FakeGenerator, make_model, make_tokenizer, prepare
 
-from evictbench.errors import UserError
 from evictbench import registry
+from evictbench.errors import UserError
 from evictbench.evaluation import tasks, thinking
 from evictbench.evaluation.plan import make_plan
 from evictbench.evaluation.run import run
