@@ -1,14 +1,16 @@
-"""How a run uses the chat template: whether at all, which one, with what system prompt, and with thoughts or without."""
+"""How a run uses the chat template: whether at all, which one, with what system prompt, with thoughts or without."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.evaluation import thinking
+from evictbench.evaluation.tasks import NO_THOUGHT
+from evictbench.evaluation.thinking import Thinking
 from evictbench.suite import chat_template
 from evictbench.suite.chat_template import ChatTemplate
 
@@ -30,7 +32,7 @@ class Chat:
 
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate | None
-    thinking: thinking.Thinking = thinking.Thinking()
+    thinking: Thinking = NO_THOUGHT
     system_prompt: str | None = None
     differs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -62,14 +64,7 @@ def choose(settings: RunSettings, protocol: ChosenProtocol, brought: PreTrainedT
         chosen, by_itself = _in_template(settings, protocol, brought, model)
         differs["thinking"] = (chosen.thinking.on, by_itself if preset.thinking is None else preset.thinking)
     differs["system_prompt"] = (chosen.system_prompt, preset.system_prompt)
-    return Chat(
-        chosen.tokenizer,
-        chosen.template,
-        chosen.thinking,
-        chosen.system_prompt,
-        {name: pair for name, pair in differs.items() if pair[0] != pair[1]},
-        chosen.warnings,
-    )
+    return replace(chosen, differs={name: pair for name, pair in differs.items() if pair[0] != pair[1]})
 
 
 def _refuse_without_template(settings: RunSettings) -> None:
