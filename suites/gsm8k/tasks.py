@@ -21,7 +21,7 @@ PROTOCOLS = {
         chat=False,
     ),
     "distillcache": Protocol(
-        source="DistillCache (arXiv:2608.08878), appendix D: 8-shot chain of thought with exemplars from the train set, "
+        source="DistillCache (arXiv:2608.08878), appendix D: 8-shot chain of thought, exemplars from the train set, "
         "greedy, 512 new tokens; which eight is not said, so ours, drawn with a seed",
         tasks=(FROM_TRAIN,),
         chat=False,

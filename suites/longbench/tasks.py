@@ -126,8 +126,8 @@ TASKS: dict[str, Task] = {**OFFICIAL, **LONGBENCH_E, **ROUGE_L}
 _UPSTREAM = "Bai et al., LongBench, arXiv:2308.14508; THUDM/LongBench at 2e00731"
 
 _DISTILLCACHE = Protocol(
-    source="DistillCache (arXiv:2608.08878), section 4.1 and appendix D: official prompts, ROUGE-L, greedy, 512 tokens; "
-    "2wikimqa is trained on and left out",
+    source="DistillCache (arXiv:2608.08878), section 4.1 and appendix D: official prompts, ROUGE-L, greedy, 512 "
+    "tokens; 2wikimqa is trained on and left out",
     tasks=tuple(
         f"{name}_rouge" if f"{name}_rouge" in ROUGE_L else name for name in ENGLISH_AND_CODE if name != "2wikimqa"
     ),
@@ -143,8 +143,8 @@ PROTOCOLS: dict[str, Protocol] = {
     **{
         f"distillcache_{length}": replace(
             _DISTILLCACHE,
-            source=f"DistillCache (arXiv:2608.08878), table 2, {length.upper()}: as its other tables; how prompts come to "
-            f"this length is not said, so ours: {tokens:,} tokens with the answer, cut in the middle",
+            source=f"DistillCache (arXiv:2608.08878), table 2, {length.upper()}: as its other tables; how prompts come "
+            f"to this length is not said, so ours: {tokens:,} tokens with the answer, cut in the middle",
             context=tokens,
         )
         for length, tokens in {"2k": 2048, "4k": 4096, "8k": 8192}.items()
