@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.models import load
+from evictbench.models.model_files import CONFIG, read_object
 from evictbench.numerals import MOST, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.suite.spec import GREEDY, Protocol, Question, Sampling, Suite
@@ -103,7 +104,7 @@ def choose(settings: RunSettings, suite: Suite, tasks: tuple[str, ...] | None) -
     preset = known[settings.protocol]
     own_sampling = preset.sampling
     if preset.model_sampling:
-        own_sampling = preset.sampling_for(load.resolve(settings.model).result_name)
+        own_sampling = preset.sampling_for(_known_as(settings.model))
     sampling = _sampling(settings, own_sampling, suite)
     repeats = preset.repeats if settings.repeats is None else settings.repeats
     at = repeats if settings.at is None else settings.at
@@ -171,6 +172,15 @@ def _answer_limit(given: str, preset: Protocol) -> AnswerLimit:
     if limit < 1:
         raise UserError(f"--max-new-tokens takes a number from 1 to {MOST:,}, card or auto, and not {shown(given)!r}.")
     return AnswerLimit(limit, preset.max_new_tokens, shrinks=False)
+
+
+def _known_as(model: str) -> str:
+    """The name by which a table of a protocol knows a model: that of the model it was fine-tuned from, if its config
+    names one, and else its own. model: as `--model` takes it."""
+    source = load.resolve(model)
+    base = None if source.path is None else read_object(source.path / CONFIG).get("evictbench_base")
+    named = base.get("name") if isinstance(base, Mapping) else None
+    return named if isinstance(named, str) else source.result_name
 
 
 def _thinking(settings: RunSettings, preset: Protocol) -> str:

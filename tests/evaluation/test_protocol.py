@@ -224,6 +224,21 @@ def test_a_models_own_sampling_is_the_protocols_and_a_change_of_it_is_named(sett
     assert make_plan(changed(settings, temperature=0.6)).differs == {"temperature": (0.6, 0.0)}
 
 
+def test_a_fine_tuned_model_is_sampled_as_the_one_it_was_made_from(settings, monkeypatch, tmp_path):
+    import json
+
+    table = {"default": dataclasses.replace(PROTOCOLS["default"], model_sampling=MODELS, repeats=1)}
+    monkeypatch.setattr(registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols=table))
+    folder = make_model(tmp_path / "tiny", weights=False)
+    config = json.loads((folder / "config.json").read_text())
+    for base, sampling in (
+        ({"name": "Qwen/Qwen3-4B-Instruct-2507", "sha256": None, "policy": "kvpop"}, Sampling(0.7, 0.8, 20, 0.0)),
+        ("nothing that names one", GREEDY),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"evictbench_base": base}))
+        assert check(changed(settings, model=str(folder))).protocol.sampling == sampling
+
+
 def test_a_protocol_may_say_context_and_limit_and_what_a_share_is_of(settings, asked):
     plan = make_plan(changed(settings, protocol="lengths", budget="25%"))
     assert (asked[-1].context, asked[-1].limit) == (200, 2)
