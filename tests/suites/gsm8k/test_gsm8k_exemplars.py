@@ -78,6 +78,17 @@ def test_the_rows_that_are_drawn_from_the_whole_set():
     assert random.Random(0).sample(range(7473), 8) == [6917, 3155, 6209, 7292, 3445, 331, 2121, 4188]
 
 
+def test_no_example_is_among_the_problems_that_bundled_weights_were_trained_on():
+    """Those are the first of a shuffled order, as many as fill the blocks."""
+    from training.texts import SEED, SETS, TOKENS
+
+    order = list(range(7473))
+    random.Random(SEED).shuffle(order)
+    shortest = 60  # tokens of a solved problem; the mean is near 145
+    most = max(counts.solved for counts in SETS.values()) * TOKENS // shortest
+    assert not {6917, 3155, 6209, 7292, 3445, 331, 2121, 4188} & {*order[:most]}
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K itself is not part of the project")
 def test_the_real_examples():
     drawn = exemplars.draw(SHARED)
