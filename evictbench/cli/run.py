@@ -227,18 +227,21 @@ def _count(row: Mapping[str, Any]) -> str:
 
 
 def _wrapping(plan: RunPlan) -> str:
-    """ "chat template (thinking) except trec, lcc", or "plain text"."""
+    """ "chat template (thinking) with a system prompt except trec, lcc", or "plain text"."""
     plain = [name for name, task in plan.tasks.items() if not tasks.uses_chat(task)]
     if not plan.chat or len(plain) == len(plan.tasks):
         return "plain text"
     thinking = " (thinking)" if plan.thinking.on else ""
     named = "" if plan.template is None or plan.template.name == DEFAULT else f" {plan.template.name}"
-    return f"chat template{named}{thinking}{' except ' if plain else ''}{', '.join(plain)}"
+    system = " with a system prompt" if plan.checked.protocol.system_prompt else ""
+    return f"chat template{named}{thinking}{system}{' except ' if plain else ''}{', '.join(plain)}"
 
 
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if value is None:
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -18,16 +18,23 @@ from evictbench.suite.spec import Suite
 class Checked:
     """What the names and numbers of a run's settings stand for.
 
-    budget: None for a policy that takes none. context (tokens), limit (samples per task): the suite's own where the
-    settings give none.
+    budget: None for a policy that takes none.
     """
 
     chosen: registry.ChosenPolicy
     suite: Suite
     protocol: protocol.ChosenProtocol
     budget: Budget | None
-    context: int | None
-    limit: int | None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of a sample; None where the suite has no such notion."""
+        return self.protocol.context
+
+    @property
+    def limit(self) -> int | None:
+        """Samples per task; None for all."""
+        return self.protocol.limit
 
 
 def check(settings: RunSettings) -> Checked:
@@ -43,13 +50,12 @@ def check(settings: RunSettings) -> Checked:
     if settings.weights is not None and not chosen.policy.learned:
         raise UserError(f"{chosen.name} is not learned and takes no weights: leave out --weights {settings.weights}.")
     _check_options(settings)
+    chosen_protocol = protocol.choose(settings, suite, tasks)
     checked = Checked(
         chosen=chosen,
         suite=suite,
-        protocol=protocol.choose(settings, suite, tasks),
-        budget=budget,
-        context=suite.default_context if settings.context is None else settings.context,
-        limit=suite.default_limit if settings.limit is None else settings.limit,
+        protocol=chosen_protocol,
+        budget=None if budget is None else chosen_protocol.budget(budget),
     )
     _check_folders(settings)
     return checked

@@ -47,6 +47,7 @@ class RunSettings:
     top_k: int | None = None
     min_p: float | None = None
     thinking: str = "auto"
+    system_prompt: str | None = None
     skip_overlong: bool = False
     batch_size: int = 8
     seed: int = 0

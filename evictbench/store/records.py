@@ -140,6 +140,7 @@ class ProtocolEntry(Struct, kw_only=True):
     question: str | None = None
     chat: bool | None = None
     thoughts: bool | None = None
+    system_prompt: str | None = None
     temperature: Amount | None = None
     top_p: Share | None = None
     top_k: Count | None = None

@@ -25,6 +25,7 @@ PROTOCOL = {
     "chat": "whether the chat template is used",
     "chat_template": "the template's name and hash, where it is not the default one with plain texts",
     "thoughts": "whether the template lets the model think",
+    "system_prompt": "what the system says in the template, where that is not the template's own",
     "temperature": "sampling; 0 is greedy",
     "top_p": "sampling",
     "top_k": "sampling; 0 is all tokens",

@@ -61,7 +61,11 @@ LIGHT = [
     ((*GOOD, "--limit", "many"), "--limit"),
     ((*GOOD, "--prefill", "lazy"), "Unknown value 'lazy' of --prefill"),
     ((*GOOD, "--contxt", "9"), "--context"),
-    ((*GOOD, "--protocol", "defualt"), "Unknown protocol 'defualt' of toy: did you mean default?"),
+    ((*GOOD, "--protocol", "defualt"), "The suite toy has no protocol 'defualt': there is default."),
+    (
+        ("--policy", "h2o", "--suite", "gsm8k", "--budget", "9", "--protocol", "kvpop"),
+        "The suite gsm8k has no protocol 'kvpop': there are default, cot8, distillcache.",
+    ),
     ((*GOOD, "--repeats", "0"), "--repeats is 0; it has to be at least 1."),
     ((*GOOD, "--temperature", "1", "--repeats", "4", "--at", "5"), "--at is 5, and there are 4 answers per document"),
     ((*GOOD, "--repeats", "4"), "Greedy answers are the same every time"),
