@@ -11,7 +11,8 @@ from evictbench.policy import ModelShape, NewEntries, RaggedPolicy
 from evictbench.policy.plot_style import DASH_DOT, PlotStyle
 
 from .allotment import OFF, Calibration
-from .gate import OFFSET, SCALE, BorrowedGate, SeparateGate
+from .checkpoint import ADAPTERS, Options
+from .gate import BorrowedGate, SeparateGate
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class DMS(RaggedPolicy):
     Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
     learned = True
+    checkpoint = ADAPTERS
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -106,26 +108,32 @@ class DMS(RaggedPolicy):
         return 1
 
     def fit(self, config: Any) -> None:
-        """Take window, gate and trained share from the config of a checkpoint that was trained to borrow a channel."""
-        text = config.get_text_config(decoder=True)
-        window = getattr(text, "dms_window_size", None)
-        separate = self.config.gate == "separate" or getattr(text, "dms_separate_alpha", False)
-        if separate or (window is None and self.config.gate != "borrowed"):
+        """Take from the config of a checkpoint that was trained with DMS where its gate is, and what a borrowed channel
+        needs: window, scale, offset, and the ratio that it was trained for. UserError for options that DMS cannot have.
+        """
+        options = Options.of(config.get_text_config(decoder=True))
+        if options.separate and self.config.gate == "borrowed":
+            raise UserError(
+                "dms: gate=borrowed is not possible with this model, whose gate is in adapters (dms_separate_alpha)."
+            )
+        if options.separate:
+            self.weights_in_model = True
             return
-        if self._window is None and window is not None:
-            self._window = int(window)
+        if self.config.gate == "separate" or (options.window is None and self.config.gate != "borrowed"):
+            return
+        if self._window is None:
+            self._window = options.window
         if self._alpha_per is None:
-            self._alpha_per = getattr(text, "dms_alpha_per", None) or "head"
+            self._alpha_per = options.per
         self.learned = False
         self._gate = BorrowedGate(
             ModelShape.of(config).kv_heads,
             shared=self._alpha_per == "layer",
-            scale=float(getattr(text, "dms_alpha_scale", SCALE)),
-            offset=float(getattr(text, "dms_initial_alpha_offset", OFFSET)),
+            scale=options.scale,
+            offset=options.offset,
         )
-        ratio = getattr(text, "dms_cr", None)
-        if self._calibration is None and ratio:
-            self._calibration = Calibration.published(float(ratio))
+        if self._calibration is None and options.ratio:
+            self._calibration = Calibration.published(options.ratio)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take the separate gate's weight `[layers, kv_heads, hidden]` and bias `[layers, kv_heads]`, and the card's
@@ -156,6 +164,8 @@ class DMS(RaggedPolicy):
             self._alpha_per = card.get("alpha_per", "head")
         if weights.card.get("calibration"):
             self._calibration = Calibration.of(weights.card["calibration"])
+        elif weights.card.get("ratio"):
+            self._calibration = Calibration.published(float(weights.card["ratio"]))
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """The trainable side: the separate gate."""
