@@ -56,6 +56,7 @@ SHAPE: Mapping[str, Any] = {
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "adapters": {"dms_separate_alpha": True, "dms_window_size": 9, "dms_cr": 4},
+    "adapters_with_bias": {"dms_separate_alpha": True, "attention_bias": True, "dms_window_size": 9},
     "adapters_by_layer": {
         "dms_separate_alpha": True,
         "dms_alpha_per": "layer",
@@ -69,6 +70,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 }
 """Options of their config by case; the others are at their defaults, but for the block size."""
 
+LAST_BIAS = f"model.layers.{SHAPE['num_hidden_layers'] - 1}.self_attn.dms_proj_alpha.bias"
+
 BLOCK, CHUNK = 4, 16
 """Entries in a block of their cache, and tokens in a chunk of the run that reads the prompt in chunks."""
 
@@ -81,7 +84,8 @@ def tokens() -> list[int]:
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
     """A tensor of the tiny model, float64 numbers that bfloat16 holds.
 
-    Norms are near 1. Adapters are as large as it takes for about half of the tokens to be marked.
+    Norms are near 1. Adapters are as large as it takes for about half of the tokens to be marked; where they have a
+    bias, the last head of the last layer marks every token.
     """
     import numpy as np
 
@@ -90,6 +94,8 @@ def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
         values = 1 + 0.3 * normal
     elif "dms_proj_alpha" in name:
         values = 0.05 * normal
+        if name == LAST_BIAS:
+            values[-1] = 4.0
     elif "embed_tokens" in name:
         values = normal
     else:
