@@ -1,9 +1,9 @@
 """Checkpoints of models that were trained with DMS: the options in their config, and the adapters among their tensors.
 
 The names and the defaults are those of the authors' code (NVIDIA/Model-Optimizer, experimental/dms). A checkpoint has a
-borrowed channel, or with `dms_separate_alpha` an adapter in each layer: `model.layers.N.self_attn.dms_proj_alpha.weight`
-`[kv_heads, hidden]`, where the model's attention has biases also a `bias` `[kv_heads]`, and
-`dms_proj_alpha_norm.weight` `[hidden]`, the gain of an RMSNorm of the layer's input.
+borrowed channel, or with `dms_separate_alpha` an adapter in each layer, under `model.layers.N.self_attn`:
+`dms_proj_alpha.weight` `[kv_heads, hidden]`, where the model's attention has biases also `dms_proj_alpha.bias`
+`[kv_heads]`, and `dms_proj_alpha_norm.weight` `[hidden]`, the gain of an RMSNorm of the layer's input.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _number(config: Mapping[str, Any], name: str, least: float | None = None) ->
 
 
 class Adapters:
-    """How `evictbench.models.policy_weights` reads the adapters of a checkpoint: the policy's attribute `checkpoint`."""
+    """How `evictbench.models.policy_weights` reads a checkpoint's adapters: the policy's attribute `checkpoint`."""
 
     def owns(self, name: str) -> bool:
         """Whether a tensor of a checkpoint is DMS's."""
@@ -133,7 +133,7 @@ class Adapters:
             "window": options.window,
             "alpha_per": options.per,
             "ratio": options.ratio,
-            "notes": ["Read from a checkpoint of the authors' code, where decisions are computed in the model's dtype."],
+            "notes": ["Read from a checkpoint of the authors' code, which decides in the model's dtype."],
         }
         return {"weight": torch.stack(weights).float(), "bias": torch.stack(biases).float()}, card
 
@@ -157,8 +157,8 @@ def _check_whole(layers: Mapping[int, Mapping[str, Tensor]], origin: str, shape:
     """Raise UserError where the layers are not those of the model, or lack a tensor, or have one of another shape."""
     if set(layers) != set(range(shape.layers)) and layers:
         raise UserError(
-            f"The weights {origin} have adapters in {len(layers)} layers, up to layer {max(layers)}, and this model has "
-            f"{shape.layers} layers."
+            f"The weights {origin} have adapters in {len(layers)} layers, up to layer {max(layers)}, and this "
+            f"model has {shape.layers} layers."
         )
     missing = [
         f"dms_proj_alpha{'_norm' if name == 'norm' else ''}.weight of layer {layer}"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from studies.authors.dms import drawn
 from transformers import AutoModelForCausalLM
 from twin_comparison import forward, kept
 
 from evictbench import EvictionCache
 from evictbench.policies.dms import DMS
+from studies.authors.dms import drawn
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("own_cache")]
 
