@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class Settings:
     """window: a marked token at t is seen by the queries up to t + window. sinks: first positions, never evicted. gate:
     "separate" (trained weights beside a frozen model), "borrowed" (a channel of the queries of a model that was trained
-    so), or "auto": borrowed where the model's config has a `dms_window_size`. alpha_per: each KV "head" decides
+    so), or "auto": what the model's config says, adapters in its own checkpoint (`dms_separate_alpha`) or a borrowed
+    channel (`dms_window_size` alone), and separate where it says nothing. alpha_per: each KV "head" decides
     for itself, or all heads of a "layer" together. None: the value of the model's config or the weights' card.
     """
 
@@ -53,8 +54,13 @@ class DMS(RaggedPolicy):
 
     Deviations: the threshold is 0, as published, only for a budget of the share that the model was trained for. Another
     budget moves it, by the calibration in the weights' card, so that one gate serves many shares; the threshold is
-    chosen for the length of each row's prompt. The official cache stores blocks of 256 entries, this one pages of 16. A
-    budget of the whole text switches eviction off; a borrowed channel is zeroed even then.
+    chosen for the length of each row's prompt. The authors train one checkpoint for each ratio, and a share far from
+    the trained one wants its own too: tokens are put in order where the noise of the training has its density, near the
+    threshold 0. At the bundled gate's thresholds for half of 729 tokens (7.2) and an eighth of 1,024 (-6.1) that
+    density is below 1% of its maximum. A prompt is read under eviction, as published, whatever prefill is asked for.
+    Decisions are computed in float32, the authors' in the model's dtype. The official cache stores blocks of 256
+    entries, this one pages of 16. A budget of the whole text switches eviction off; a borrowed channel is zeroed even
+    then.
     """
 
     name = "dms"
