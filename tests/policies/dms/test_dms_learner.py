@@ -355,6 +355,6 @@ def test_the_table_can_fail(model: Any) -> None:
 def test_texts_within_the_window_and_impossible_recipes_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="more than 8 tokens"):
         make(model).loss(batch(model, text=tokens(length=SINKS + WINDOW + 1)))
-    for wrong in ({"ratio": 0.5}, {"ramp": 0.0}, {"ramp": 1.5}, {"temperature": 0.0}, {"sinks": -1}):
+    for wrong in ({"ratio": 0.5}, {"ramp": 0.0}, {"ramp": 1.5}, {"temperature": 0.0}, {"noise": 0}, {"sinks": -1}):
         with pytest.raises(UserError, match="DMS trains"):
             Recipe(**wrong)  # type: ignore[arg-type]
