@@ -110,7 +110,7 @@ def lines(folder: Path) -> Iterator[str]:
         for budget in BUDGETS:
             yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
             yield ""
-            yield from table(cells, seen, most, budget, tasks, factor, form)
+            yield from table(cells, seen, budget, tasks, factor, form, most)
             yield ""
 
 
@@ -139,13 +139,13 @@ def by_task(values: Documents) -> dict[str, list[float]]:
 
 
 def table(
-    cells: Cells, seen: Cells, most: Cells, budget: str, tasks: list[str], factor: float, form: str
+    cells: Cells, seen: Cells, budget: str, tasks: list[str], factor: float, form: str, most: Cells | None = None
 ) -> Iterator[str]:
     """The lines of one table, a row per policy: entries that a decode query saw, the mean, each task's mean where there
     are several, and the difference from BASE.
 
-    cells: the values. seen, most: the entries, mean and most of each document; the most stand in the table where the
-    budget is a target and no bound. factor, form: see `METRICS`.
+    cells: the values. seen: the entries. factor, form: see `METRICS`. most: the most entries that a head held, which
+    stand in the table where the budget is a target and no bound.
     """
     from evictbench.stats.intervals import holm, mean_of_tasks, spread_interval
     from evictbench.stats.paired import difference
@@ -154,7 +154,8 @@ def table(
     rows = {policy: values for (policy, own), values in cells.items() if own in ("", budget)}
     entries = {policy: f"{fmean(values.values()):.0f}" for (policy, own), values in seen.items() if own in ("", budget)}
     for policy in {policy for policy, bound in budget_bounds(entries).items() if not bound}:
-        entries[policy] += f", a head at most {max(most[policy, budget].values()):.0f}"
+        if most is not None:
+            entries[policy] += f", a head at most {max(most[policy, budget].values()):.0f}"
     differences = {
         policy: pair
         for policy, values in rows.items()

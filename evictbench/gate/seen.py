@@ -35,14 +35,14 @@ def policy_of(cell: str) -> str:
 
 
 def seen(finding: Finding, cells: Iterable[Cell]) -> str | None:
-    """What the samples that a finding is about saw; None for a cell of another policy, or none in the runs."""
-    lines = [
-        (float(mean), float(most))
+    """What the samples that a finding is about saw: those of its task, or of all where it is about their mean. None for
+    a cell of another policy."""
+    own = [
+        cell.samples
         for cell in cells
         if cell.name == finding.cell and finding.suite in (cell.suite, str(cell.about["suite"]))
-        for task, mean, most in zip(
-            *(cell.samples[name].tolist() for name in ("task", "occupancy_mean", "occupancy_max")), strict=True
-        )
-        if finding.task in (str(task), cell.task) or finding.task not in set(cell.samples["task"].astype(str))
     ]
-    return entries_seen(fmean(mean for mean, _ in lines), max(most for _, most in lines)) if lines else None
+    names = ("task", "occupancy_mean", "occupancy_max")
+    lines = [line for samples in own for line in zip(*(samples[name].tolist() for name in names), strict=True)]
+    lines = [line for line in lines if str(line[0]) == finding.task] or lines
+    return entries_seen(fmean(line[1] for line in lines), max(line[2] for line in lines)) if lines else None

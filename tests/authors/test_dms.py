@@ -94,6 +94,9 @@ def test_decisions_entries_seen_and_logits_are_the_authors(
     cache = EvictionCache(model, "dms", f"{100 / ratio:g}%", prompt_length=known["prompt"])
     tokens, prompt = known["tokens"], known["prompt"]
     logits = [forward(model, cache, tokens[:prompt])]
+    for layer, steps in enumerate(known["seen"]):
+        for head, seen in enumerate(steps[0]):
+            assert [*kept(cache, layer, head), prompt] == seen
     for step, place in enumerate(range(prompt, len(tokens))):
         logits.append(forward(model, cache, [tokens[place]]))
         for layer, steps in enumerate(known["seen"]):
