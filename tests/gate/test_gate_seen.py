@@ -18,9 +18,10 @@ def request_of(tmp_path):
     for side in ("here", "there"):
         for policy in ("dms", "h2o"):
             for task, seen in (("niah", 60.0), ("vt", 30.0)):
-                write_run(
-                    tmp_path / side, right(30, 40, occupancy=seen, task=task), policy=policy, budget="64", tasks=(task,)
-                )
+                lines = right(30, 40, occupancy=seen, task=task)
+                write_run(tmp_path / side, lines, policy=policy, budget="64", tasks=(task,))
+            both = [*right(9, 9, occupancy=60.0, task="niah"), *right(9, 9, occupancy=30.0, task="vt")]
+            write_run(tmp_path / side, both, policy=policy, budget="32", tasks=("niah", "vt"))
         write_run(tmp_path / side, right(40, 40, occupancy=500.0), policy="full", budget=None)
     return GateRequest(tmp_path / "here", baseline=tmp_path / "there")
 
@@ -30,7 +31,7 @@ def test_it_stands_in_every_form_and_only_there(request_of):
     dms = {finding.task: finding.seen for finding in found if finding.cell == "dms @ 64"}
     assert dms == {"niah": "saw 60.0, a head at most 60", "vt": "saw 30.0, a head at most 30"}
     whole = [finding for finding in found if finding.cell == "dms @ 32"]
-    assert {finding.seen for finding in whole if finding.task == "mean"} == {"saw 45.0, a head at most 60"}
+    assert {(finding.task, finding.seen) for finding in whole} == {("mean", "saw 45.0, a head at most 60")}
     assert {finding.seen for finding in found if not finding.cell.startswith("dms")} == {None}
     for text in (as_table(found, whole=True), as_markdown(found)):
         assert "dms @ 64 (saw 60.0, a head at most 60)" in text
