@@ -123,6 +123,7 @@ def _row(
     only: bool,
 ) -> Row:
     low, high = task["low"], task["high"]
+    means: dict[str, Any] = {name: float(task[name]) for name in MEANS}
     values = {name: float(task[METRIC + name]) for name in metrics if task[METRIC + name] == task[METRIC + name]}
     return Row(
         run=str(task["fingerprint"]),
@@ -141,7 +142,7 @@ def _row(
         occupancy_max=int(task["occupancy_max"]),
         metrics=values,
         transferred_from=task["transferred_from"] if isinstance(task.get("transferred_from"), str) else None,
-        **{name: float(task[name]) for name in MEANS},
+        **means,
     )
 
 

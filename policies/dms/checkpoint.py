@@ -68,7 +68,7 @@ class Options:
             window=None if window is None else int(window),
             ratio=ratio,
             separate=bool(mapping.get("dms_separate_alpha", False)),
-            per=per,
+            per="layer" if per == "layer" else "head",
             scale=SCALE if scale is None else scale,
             offset=OFFSET if offset is None else offset,
         )
