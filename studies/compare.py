@@ -101,6 +101,16 @@ def write_samples(cells: Sequence[Cell], metrics: Sequence[tuple[str, bool]], fi
                 writer.writerow([cell.name, cell.budget or "", *key[:2], *numbers])
 
 
+def _seen(cell: Cell) -> str:
+    """The entries that queries saw, where the policy's budget is no bound."""
+    from evictbench.store.select import entries_seen
+
+    if cell.budget is None or cell.plan.policy.enforces_budget:
+        return ""
+    means, most = (cell.values(name).values() for name in ("occupancy_mean", "occupancy_max"))
+    return f"  {entries_seen(fmean(means), max(most))}"
+
+
 def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequence[str] | None = None) -> list[str]:
     """Lines of text: every cell's mean with its interval, then each tested policy against every training-free one.
 
@@ -119,7 +129,7 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequ
             scores = metric == "score" and all(value in (0, 1) for value in values)
             interval = mean_interval(values) if scores else spread_interval(values)
             spread = "" if interval is None else f"  {interval[0]:8.4f} to {interval[1]:8.4f}"
-            lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}")
+            lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}{_seen(cell)}")
     for budget in dict.fromkeys(cell.budget for cell in cells if cell.budget is not None):
         cells_here = [cell for cell in cells if cell.budget == budget and samples.get(cell.title)]
         others = [cell for cell in cells_here if cell.kind == "training-free"]

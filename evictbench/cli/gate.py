@@ -298,7 +298,12 @@ def _counts(findings: Sequence[Finding]) -> dict[str, str]:
 
 
 def _named(finding: Finding) -> str:
-    return f"{finding.cell} on {finding.suite}, {finding.task}, {finding.quantity}"
+    return f"{_cell(finding)} on {finding.suite}, {finding.task}, {finding.quantity}"
+
+
+def _cell(finding: Finding) -> str:
+    """ "h2o @ 256", "dms @ 256 (saw 155, a head at most 301)"."""
+    return finding.cell if finding.seen is None else f"{finding.cell} ({finding.seen})"
 
 
 def _mark(finding: Finding) -> str:
@@ -317,7 +322,7 @@ def _cells(finding: Finding) -> Iterable[str]:
         interval = f"{_number(finding.quantity, finding.low, True)} to {_number(finding.quantity, finding.high, True)}"
     p = "" if finding.p is None else f"{finding.p:.2g}"
     return (
-        finding.cell,
+        _cell(finding),
         finding.suite,
         finding.task,
         finding.quantity,

@@ -118,7 +118,7 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
         ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
         ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
         ("weights", "" if plan.weights is None else str(plan.weights)),
-        ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
+        ("budget", "none" if checked.budget is None else _budget(str(checked.budget), plan.policy.enforces_budget)),
         ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
         ("protocol", f"{chosen.name}{source}"),
         (
@@ -256,9 +256,9 @@ def _short(number: float | None) -> str:
     return f"{number:.0f}" if number >= 99.5 else f"{number:.3g}"
 
 
-def _budget(text: str) -> str:
+def _budget(text: str, bound: bool) -> str:
     unit = f"of the text, at least {LEAST_FROM_SHARE} entries" if text.endswith("%") else "entries"
-    return f"{text} {unit} per KV head"
+    return f"{text} {unit} per KV head{'' if bound else ', a target: what is seen is measured and may be another'}"
 
 
 def _span(numbers: list[int]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from evictbench.store.select import budget_with_seen
 from evictbench.sweep.job import ANSWERING
 from evictbench.terminal import waiting
 from evictbench.terminal.console import say, warn
@@ -125,8 +126,10 @@ def result_table(cells: Sequence[SweepCell]) -> Table:
     table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
     for cell in sorted(cells, key=sort_key):
         mean = cell.summary.get("mean")
-        values = ("-", "-", f"{cell.done}/{cell.total}", "-", "-")
+        values, budget = ("-", "-", f"{cell.done}/{cell.total}", "-", "-"), cell.budget
         if mean:
+            seen = mean["occupancy_mean"], mean["occupancy_max"]
+            budget = budget and budget_with_seen(budget, cell.plan.policy.enforces_budget, *seen)
             count = str(cell.total) if cell.done == cell.total else f"{cell.done}/{cell.total}"
             values = (
                 percent(mean["score"]),
@@ -137,7 +140,7 @@ def result_table(cells: Sequence[SweepCell]) -> Table:
             )
         trained_on = cell.summary.get("transferred_from")
         note = f"weights of {trained_on}" if trained_on and cell.state == "done" else cell.state
-        table.add_row(cell.suite, cell.policy, cell.budget, *values, "" if note == "done" else note, style=None)
+        table.add_row(cell.suite, cell.policy, budget, *values, "" if note == "done" else note, style=None)
     return table
 
 

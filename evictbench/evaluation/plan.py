@@ -129,6 +129,7 @@ def make_plan(
         weights=settings.weights,
         stated_length=checked.suite.stated_length or checked.context,
         model_argument=settings.model,
+        model_folder=lambda: load.whole_folder(source, code),
     )
     ready.check_budget(checked.budget)
     window = load.context_window(config)

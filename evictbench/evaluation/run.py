@@ -150,6 +150,8 @@ def _generate(
     watcher.phase("loading the weights")
     generator, device = make_generator(plan)
     unused = load.unused_tensors(plan.source)
+    if unused is not None and plan.weights is not None:
+        unused = unused.without(plan.weights.of_model)
     session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.versions(),

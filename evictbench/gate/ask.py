@@ -18,6 +18,7 @@ from evictbench.gate import cells, latency
 from evictbench.gate.baseline import above_full, against_baseline
 from evictbench.gate.exact import against_itself
 from evictbench.gate.finding import Finding, GateRequest
+from evictbench.gate.seen import with_entries_seen
 from evictbench.store.frame import read_results
 from evictbench.store.run_folder import RUN
 from evictbench.store.select import choose, wanted_values
@@ -34,7 +35,7 @@ def findings(request: GateRequest, phase: Callable[[str], None] = lambda _: None
     answers = [*_against_baseline(request, phase), *_against_papers(request, phase)]
     if not answers:
         raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
-    return answers
+    return with_entries_seen(answers, lambda: _chosen(request, request.folder, phase))
 
 
 def _against_baseline(request: GateRequest, phase: Callable[[str], None]) -> Iterator[Finding]:

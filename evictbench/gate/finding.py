@@ -44,7 +44,8 @@ class Finding:
     there; of a KL that must be equal, the largest difference of any text or part of it. low, high: the 95% interval of
     the difference. p: of the test that decided, corrected for the number of cells. samples: how many documents were
     compared. why: one sentence. fails: whether the gate fails because of this. finds: the true change for the worse
-    that the test would find in 80 of 100 cases, where that is known.
+    that the test would find in 80 of 100 cases, where that is known. seen: the entries that queries saw here, in words,
+    where the policy's budget is no bound.
     """
 
     status: Status
@@ -62,3 +63,4 @@ class Finding:
     why: str
     fails: bool
     finds: float | None = None
+    seen: str | None = None

@@ -41,6 +41,7 @@ __all__ = [
     "resolve",
     "unused_tensors",
     "weights_hash",
+    "whole_folder",
 ]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -215,10 +216,7 @@ def load_model(
     check_device(device)
     config = load_config(source, trust_remote_code)
     check_supported(config)
-    folder = _folder(source, trust_remote_code)
-    if source.kind == "hub":
-        names = model_files.weight_files(folder, source.name, whole=False)
-        hub.fetch_weights(source.repo, folder, names)
+    folder = whole_folder(source, trust_remote_code)
     if source.kind == "bundled":
         bundled.check_content(folder)
     files = [folder / name for name in model_files.weight_files(folder, source.name)]
@@ -249,6 +247,14 @@ def load_model(
     check_layers(loaded)
     pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
+
+
+def whole_folder(source: Source, trust_remote_code: bool = False) -> Path:
+    """The folder of a model's files, weights included: those of a hub model are fetched."""
+    folder = _folder(source, trust_remote_code)
+    if source.kind == "hub":
+        hub.fetch_weights(source.repo, folder, model_files.weight_files(folder, source.name, whole=False))
+    return folder
 
 
 def unused_tensors(source: Source) -> UnusedTensors | None:

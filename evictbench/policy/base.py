@@ -43,6 +43,7 @@ class BasePolicy:
     the cache never holds more than the budget and one chunk. "sparse" (`HeadBudgetPolicy` only): the whole prompt is
     held until its end, but a query does not see what a bounded cache would have evicted.
     learned: the policy needs trained weights, which its method `use` takes. has_weights: it has taken some.
+    weights_in_model: they lie in the model's own checkpoint, among its tensors.
     transferable: the weights' shapes do not depend on the model.
     plot_style: the policy's colour, marker and line in figures; None: those that the hash of its name gives.
     """
@@ -55,6 +56,7 @@ class BasePolicy:
     prefill: ClassVar[PrefillMode] = "dense"
     learned: bool = False
     has_weights: bool = False
+    weights_in_model: bool = False
     renamed: ClassVar[Mapping[str, str]] = RENAMED
     transferable: ClassVar[bool] = False
     plot_style: ClassVar[PlotStyle | None] = None

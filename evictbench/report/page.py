@@ -56,7 +56,12 @@ def columns(board: Board) -> list[Column]:
     seen = "cache entries per KV head that a decode query saw"
     every = [
         Column("policy", "eviction policy", _policy, lambda row: row.policy, number=False),
-        Column("budget", "cache entries per KV head, or a share of the text", lambda row: row.budget, _budget_value),
+        Column(
+            "budget",
+            "cache entries per KV head, or a share of the text; where it is a target and no bound, what queries saw",
+            lambda row: row.budget_seen,
+            _budget_value,
+        ),
         Column("suite", "suite", lambda row: row.suite, lambda row: row.suite, number=False, minor=True),
         Column("model", "model", lambda row: row.model, lambda row: row.model, number=False, minor=True),
         Column("task", "task", lambda row: row.task, lambda row: row.task, number=False, minor=True),

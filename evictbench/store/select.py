@@ -293,6 +293,21 @@ def budget_bounds(labels: Iterable[str]) -> dict[str, bool]:
     return bounds
 
 
+def entries_seen(mean: float, most: float) -> str:
+    """What decode queries saw, as it stands beside a budget that is no bound: "saw 75.0, a head at most 113"."""
+    return f"saw {mean:.{0 if mean >= 99.5 else 1}f}, a head at most {most:.0f}"
+
+
+def budget_with_seen(budget: object, bound: bool, mean: float, most: float) -> str:
+    """A budget as a table names it: "128", or where it is no bound (`budget_bounds`) "128 (saw 75.0, a head at most
+    113)".
+
+    mean, most: of the entries per KV head that a decode query saw.
+    """
+    text = text_of(budget)
+    return text if bound or text == text_of(None) else f"{text} ({entries_seen(mean, most)})"
+
+
 def comparable(samples: pd.DataFrame) -> pd.Series:
     """The number of each sample's group. Runs of a group have one suite, model, protocol and data, and may differ in
     prefill, chunk, policy and budget."""

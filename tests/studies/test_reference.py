@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plot.plot_records import sample, write_run
 
 from studies.reference import POLICIES, begin_from_published, main, native_is_another
-from studies.reference_page import MARKS, common, table, write_between_marks
+from studies.reference_page import MARKS, common, summary, table, write_between_marks
 
 
 def test_a_cell_goes_on_from_what_is_published_and_from_its_own_run_first(tmp_path: Path) -> None:
@@ -43,6 +44,26 @@ def test_only_documents_that_every_cell_has_are_counted_and_differences_are_pair
     assert rows[2].startswith("| `h2o` | 128 | 50.0")
     assert rows[3].startswith("| `tova` | 128 | 100.0")
     assert "+50.0" in rows[3]
+
+
+def test_a_budget_that_is_no_bound_has_the_largest_head_beside_the_mean() -> None:
+    cells = {("h2o", "128"): {("a", 0): 0.0}, ("dms", "128"): {("a", 0): 1.0}}
+    seen = {cell: {("a", 0): 75.2} for cell in cells}
+    most = {cell: {("a", 0): 113.0} for cell in cells}
+    rows = list(table(cells, seen, "128", ["a"], 100.0, ".1f", most))
+    assert rows[2].startswith("| `h2o` | 75 | 0.0")
+    assert rows[3].startswith("| `dms` | 75, a head at most 113 | 100.0")
+
+
+def test_the_table_of_means_says_what_was_seen_where_a_budget_is_no_bound(tmp_path: Path) -> None:
+    for budget in ("128", "256"):
+        for policy in ("h2o", "dms"):
+            lines = [sample(doc, 1.0, occupancy=int(budget) / 2, metrics={"score": 1.0, "kl": 0.5}) for doc in range(2)]
+            for suite in ("ruler", "fidelity"):
+                write_run(tmp_path, lines, policy=policy, budget=budget, suite=suite)
+    rows = {line.split("`")[1]: line for line in summary(tmp_path) if line.startswith("| `")}
+    assert rows["h2o"] == "| `h2o` | 100.0 | 100.0 | 0.5000 | 0.5000 |"
+    assert rows["dms"] == "| `dms` | 100.0 (saw 64) | 100.0 (saw 128) | 0.5000 (saw 64) | 0.5000 (saw 128) |"
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:

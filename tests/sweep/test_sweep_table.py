@@ -4,6 +4,8 @@ import copy
 import importlib.util
 import io
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 from executor_in_process import InProcess
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from evictbench.cli import sweep as sweep_command
 from evictbench.cli.sweep import SweepOptions, sweep_and_show
-from evictbench.cli.sweep_output import SweepTable, live_table, status_line
+from evictbench.cli.sweep_output import SweepTable, live_table, result_table, status_line
 from evictbench.errors import UserError
 from evictbench.store import run_folder
 from evictbench.sweep.grid import grid_cells, parse_grid
@@ -237,3 +239,15 @@ def test_gpus_are_dealt_to_workers(monkeypatch):
     ):
         with pytest.raises(UserError, match=sentence):
             worker_devices(device, gpus)
+
+
+def test_a_budget_that_is_no_bound_has_what_was_seen_beside_it(cells):
+    def ended(policy, bound):
+        mean = {"score": 0.5, "interval": None, "occupancy_mean": 7.25, "occupancy_max": 30, "cache_bytes": 8.0}
+        plan = SimpleNamespace(policy=SimpleNamespace(enforces_budget=bound), checked=cells[0].plan.checked)
+        named = {"policy": policy, "suite": "toy", "budget": "16", "plan": plan, "state": "done", "done": 2, "total": 2}
+        return SimpleNamespace(**named, summary={"mean": mean})
+
+    text = text_of(result_table([ended("soft", False), ended("hard", True)]))
+    assert re.search(r"soft +16 \(saw 7.2, a head at most 30\) ", text)
+    assert re.search(r"hard +16 +50.0 ", text)
