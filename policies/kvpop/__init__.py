@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from evictbench.errors import UserError
 from evictbench.policy import MemoryTensor, ModelShape, NewEntries, Policy, SlotTensor, Step
-from evictbench.policy.budget import PARTS
 from evictbench.policy.plot_style import DASH_DOT_DOT, LONG, PlotStyle
+
+from .hub import RELEASED
+from .protection import SINKS, WINDOW, Protection
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from evictbench.models.policy_weights import Weights
+    from evictbench.policy.budget import Budget
     from evictbench.policy.learner import Learner, Training
 
     from .scorers import MLPScorer
 
 __all__ = ["KVpop", "KVpopMLP"]
 
-SINKS, WINDOW = 4, 256
-"""The paper's values, used where neither the settings nor the weights give others."""
+
+COUNTED = "counted_from"
+"""In a card's settings: what labels, loss and delay of the training count from, "protected" (window and recent share).
+Weights without it count from the window alone."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,14 @@ class Settings:
 @dataclass(frozen=True)
 class Recipe:
     """The settings of a training. hidden: the scorer's width. temperature: of the ranking loss. sinks: protected first
-    positions. recent: the share that inference protects as recent (training ranks all that leave the window)."""
+    positions. recent: the share of the entries that is protected as recent, in training as in use. head_norm: the mLSTM's
+    answer is normalised, as in xLSTM (kvpop alone)."""
 
     hidden: int = 64
     temperature: float = 1.0
     sinks: int = SINKS
     recent: float = 0.0
+    head_norm: bool = True
 
 
 class _Ranked(Policy):
@@ -77,6 +84,9 @@ class _Ranked(Policy):
         self._scorer: MLPScorer | None = None
         self._log_gamma: Tensor | None = None
         self._kv_heads = 0
+        self._charged = 0
+        self._trained: Protection | None = None
+        self._counts_recent = False
         self._parts: dict[tuple[range, torch.device], tuple[Any, Tensor]] = {}
 
     @property
@@ -85,23 +95,29 @@ class _Ranked(Policy):
         return f"{self.scorer}-{self.config.label}"
 
     @property
-    def sinks(self) -> int:
-        """How many first positions are never evicted."""
-        return SINKS if self.config.sinks is None else int(self.config.sinks)
+    def protection(self) -> Protection:
+        """What is protected: as the settings say, else the weights, else the paper."""
+        config, default = self.config, Protection()
+        return Protection(
+            default.sinks if config.sinks is None else int(config.sinks),
+            default.window if config.window is None else int(config.window),
+            default.recent if config.recent is None else float(config.recent),
+        )
 
     @property
-    def scored_after(self) -> int:
-        """The window: a token's label counts later queries alone, and the mLSTM is read when the token leaves it."""
-        return WINDOW if self.config.window is None else int(self.config.window)
+    def sinks(self) -> int:
+        """How many first positions are never evicted."""
+        return self.protection.sinks
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
         """The window, or the recent share of the budget (entries) where that is more; one entry is left to choose."""
-        share, window = round((self.config.recent or 0.0) * PARTS), self.scored_after
-        if isinstance(budget, int):
-            return max(window, min(share * budget // PARTS, budget - self.sinks - 1))
-        import torch
+        return self.protection.last(budget)
 
-        return torch.minimum(share * budget // PARTS, budget - self.sinks - 1).clamp(min=window)
+    @property
+    def counted(self) -> Protection:
+        """What the scorer takes for protected: labels and the mLSTM's delay end with it. Weights of before the share was
+        trained with count the window alone."""
+        return self.protection if self._counts_recent else replace(self.protection, recent=0.0)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take a scorer's tensors for `layers · kv_heads` heads, and `gamma`, which gives the decay. Sinks, window and
@@ -109,10 +125,15 @@ class _Ranked(Policy):
         from . import scorers
         from .ranking import bounded_log_gamma
 
-        trained = weights.card.get("settings", {})
+        trained = weights.card.get("settings") or {}
         for name, kind in (("sinks", int), ("window", int), ("recent", float)):
             if getattr(self.config, name) is None and name in trained:
                 self.config = replace(self.config, **{name: kind(trained[name])})
+        self._counts_recent = trained.get(COUNTED) == "protected"
+        self._trained = None
+        if "window" in trained:
+            share = float(trained.get("recent", 0.0)) if self._counts_recent else 0.0
+            self._trained = Protection(int(trained.get("sinks", SINKS)), int(trained["window"]), share)
         tensors = {name: tensor.float() for name, tensor in weights.tensors.items()}
         gamma = tensors.pop("gamma", None)
         heads = shape.layers * shape.kv_heads
@@ -121,7 +142,27 @@ class _Ranked(Policy):
             raise UserError(f"The weights {weights.origin} have no decay for each of {heads} KV heads.")
         self._log_gamma = bounded_log_gamma(gamma)
         self._kv_heads = shape.kv_heads
+        self._charged = self.charge(shape).fixed
         self._parts = {}
+
+    def doubts(self, budget: Budget) -> Iterator[str]:
+        """That more or less is protected than the weights were trained for."""
+        trained, used = self._trained, self.protection
+        if trained is None:
+            return
+        if budget.tokens is None:
+            if (trained.window, trained.recent) != (used.window, used.recent):
+                yield (
+                    f"{self.name} protects {_in_words(used)}, and its weights were trained for {_in_words(trained)}: "
+                    "what a token is worth behind the one is not what it is worth behind the other."
+                )
+            return
+        entries = budget.tokens - self._charged
+        if trained.last(entries) != used.last(entries):
+            yield (
+                f"{self.name} protects the last {used.last(entries)} positions at {budget} entries, and its weights were "
+                f"trained for {trained.last(entries)}."
+            )
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """The trainable side: the scorer and its decay."""
@@ -147,6 +188,11 @@ class _Ranked(Policy):
             heads = slice(layers.start * self._kv_heads, layers.stop * self._kv_heads)
             self._parts[layers, device] = self._scorer.part(heads, device), self._log_gamma[heads].to(device)
         return self._parts[layers, device]
+
+
+def _in_words(protection: Protection) -> str:
+    share = f", and {protection.recent:.0%} of the entries where that is more" if protection.recent else ""
+    return f"a window of {protection.window}{share}"
 
 
 class KVpopMLP(_Ranked):
@@ -208,6 +254,7 @@ class KVpop(_Ranked):
     summary = "learned: future attention guessed by an mLSTM that has seen what followed, pool ranked by it"
     plot_style = PlotStyle("#ba3bdf", "P", LONG, place=8)
     scorer = "mlstm"
+    foreign = RELEASED
 
     def memory(self, shape: ModelShape) -> Mapping[str, MemoryTensor]:
         """The state of each KV head's mLSTM."""
@@ -231,4 +278,20 @@ class KVpop(_Ranked):
 
         layers = range(steps[0].layer, steps[-1].layer + 1)
         scorer, log_gamma = self.scorer_of_layers(layers, steps[0].keys.device)
-        score_leaving(steps, scorer, log_gamma, self.scored_after)
+        score_leaving(steps, scorer, log_gamma, self.delay(steps[0]))
+
+    def delay(self, step: Step) -> int:
+        """After how many positions, its own included, a token is scored: when it leaves what is protected."""
+        counted = self.counted
+        if not counted.recent:
+            return counted.window
+        assert step.budget is not None  # see check_budget
+        return counted.last(step.budget)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Refuse a share of the text where the delay depends on the entries: it would change while the text is read."""
+        if budget.tokens is None and self.counted.recent:
+            raise UserError(
+                f"kvpop with these weights scores a token when it leaves the {self.counted.recent:.0%} of the entries that "
+                f"are recent, which a budget of {budget} changes at every step: give a number of entries, or recent=0."
+            )

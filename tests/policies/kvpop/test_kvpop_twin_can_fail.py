@@ -62,7 +62,7 @@ class LateRead(KVpop):
 
     def prepare_layers(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), self.scored_after + 1)
+        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), self.delay(steps[0]) + 1)
 
 
 class EarlyRead(KVpop):
@@ -70,7 +70,7 @@ class EarlyRead(KVpop):
 
     def prepare_layers(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), max(1, self.scored_after - 1))
+        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), max(1, self.delay(steps[0]) - 1))
 
 
 class Forgetful(KVpop):
