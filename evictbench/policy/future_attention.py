@@ -20,6 +20,10 @@ Label = Literal["mean", "max"]
 
 LABELS: tuple[Label, ...] = ("mean", "max")
 
+SEVERAL_WINDOWS_TILE = 128
+"""Queries at a time where labels are wanted behind several windows: only the keys that some of them look back at are
+reduced once for each."""
+
 EPSILON = 1e-9
 """Added to a label before its logarithm; the paper does not say how much it adds."""
 
@@ -118,6 +122,8 @@ def _by_tiles(
     empty = torch.zeros((rows, kv_heads, group, length), dtype=wide, device=query.device)
     found = {(label, window): empty.clone() for label in labels for window in windows}
     tile = max(1, TILE_ELEMENTS.get(query.device.type, 2**22) // max(1, rows * heads * length))
+    if len(windows) > 1:
+        tile = min(tile, SEVERAL_WINDOWS_TILE)
     for start in range(0, length, tile):
         stop = min(length, start + tile)
         most = stop - min(windows)  # keys that a query of this tile may look back at
@@ -132,20 +138,27 @@ def _by_tiles(
             probs = logits.masked_fill_(future, -torch.inf).softmax(-1)
         else:
             probs = (logits - given[..., start:stop, None]).exp()
+        reduced = {label: _reduced(label, probs[..., : max(0, start - min(windows) + 1)]) for label in labels}
         for window in windows:
             looked_at = stop - window
             if looked_at <= 0:
                 continue
-            seen = probs[..., :looked_at]
-            if start - window < looked_at - 1:  # the tile's first queries do not look back at its last keys
-                seen = seen.tril(start - window)
+            # All queries of the tile look back at the keys before `by_all`, whatever the window; at the others, some.
+            by_all = max(0, start - window + 1)
+            by_some = probs[..., by_all:looked_at].tril(start - window - by_all)
             for label in labels:
+                values = torch.cat([reduced[label][..., :by_all], _reduced(label, by_some)], dim=-1)
                 part_found = found[label, window][..., :looked_at]
                 if label == "mean":
-                    part_found += seen.sum(-2)
+                    part_found += values
                 else:
-                    torch.maximum(part_found, seen.amax(-2), out=part_found)
+                    torch.maximum(part_found, values, out=part_found)
     return {name: total.log() for name, total in found.items()}
+
+
+def _reduced(label: Label, probs: Tensor) -> Tensor:
+    """The sum or the largest over queries, `[.., keys]` of `[.., queries, keys]`."""
+    return probs.sum(-2) if label == "mean" else probs.amax(-2)
 
 
 def _by_flex_attention(query: Tensor, key: Tensor, window: int, scaling: float, normalisers: Tensor | None) -> Tensor:
