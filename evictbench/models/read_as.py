@@ -1,8 +1,8 @@
 """Released checkpoints that are a known model with a policy's tensors beside its own: read as that model.
 
-They bring Python code and a model type of their own, which transformers does not know and asks to trust. What evictbench
-measures is the model, whose attention is its own; the tensors beside it are a policy's, which reads them itself
-(`policy_weights.ForeignFormat`).
+They bring Python code and a model type of their own, which transformers does not know and asks to trust. What
+evictbench measures is the model, whose attention is its own; the tensors beside it are a policy's, which reads them
+itself (`policy_weights.ForeignFormat`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class Recorder:
     """A `dense_attention` that only records: un-rotated keys, values and labels of every layer.
 
     recorded: by name, a tensor for each layer: keys and values `[rows, kv_heads, S, head_dim]`; by `label_name`
-    `[rows, kv_heads, S]`, log(epsilon + attention). windows: positions behind which labels begin. dtype: of the records.
+    `[rows, kv_heads, S]`, log(epsilon + attention). windows: positions behind which labels begin. dtype: of the
+    records.
     """
 
     def __init__(

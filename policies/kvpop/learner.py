@@ -70,8 +70,8 @@ class ScorerLearner(Learner):
             )
 
     def cut(self, budget: int) -> dict[str, int]:
-        """Sinks, the protected last positions, and the pool that is chosen under a budget, as a cache with these weights
-        divides it."""
+        """Sinks, the protected last positions, and the pool that is chosen under a budget, as a cache with these
+        weights divides it."""
         entries = budget - self.charged
         protection = self.protection
         return {"sinks": protection.sinks, "window": protection.last(entries), "pool": protection.pool(entries)}
@@ -157,6 +157,9 @@ class ScorerLearner(Learner):
             "protected": {str(budget): self.cut(budget)["window"] for budget in self.budgets},
             "notes": [
                 PURPOSE[self.label],
+                "Trained for the last positions that are protected in use: "
+                + ", ".join(f"{self.cut(budget)['window']} of {budget} entries" for budget in self.budgets)
+                + ".",
                 f"The texts had up to {self.length} tokens: what is needed later than that was not to be learned.",
             ],
             "decay": {"least": float(gamma.min()), "mean": float(gamma.mean()), "largest": float(gamma.max())},
@@ -164,8 +167,8 @@ class ScorerLearner(Learner):
 
 
 class _SparsePass:
-    """One sparse pass: in each layer, the scorer ranks the layer's keys, which gives the expiry of each. Labels have the
-    normalisers of that sparse attention, as published."""
+    """One sparse pass: in each layer, the scorer ranks the layer's keys, which gives the expiry of each. Labels have
+    the normalisers of that sparse attention, as published."""
 
     def __init__(self, learner: ScorerLearner, model: PreTrainedModel, budget: int) -> None:
         self.learner = learner
@@ -198,7 +201,8 @@ def _protection(policy: _Ranked, training: Training) -> Protection:
         given, trained = getattr(policy.config, name), getattr(found, name)
         if given is not None and given != trained:
             raise UserError(
-                f"{policy.name} is asked to protect {name} {given:g} and trained with {trained:g}: say {option}={given:g}."
+                f"{policy.name} is asked to protect {name} {given:g} and trained with {trained:g}: say "
+                f"{option}={given:g}."
             )
     return found
 

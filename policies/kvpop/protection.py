@@ -16,8 +16,8 @@ SINKS, WINDOW = 4, 256
 
 @dataclass(frozen=True)
 class Protection:
-    """sinks: first positions. window: last positions, the query's own included. recent: the share of the entries that is
-    protected as recent where that is more than the window; 0 as published."""
+    """sinks: first positions. window: last positions, the query's own included. recent: the share of the entries that
+    is protected as recent where that is more than the window; 0 as published."""
 
     sinks: int = SINKS
     window: int = WINDOW

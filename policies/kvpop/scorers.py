@@ -41,8 +41,8 @@ def by_head(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 class MLPScorer(nn.Module):
-    """KVpop_mlp (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 z + b1) + b2`. hidden: the width, which is ours. head_norm: not
-    used."""
+    """KVpop_mlp (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 z + b1) + b2`. hidden: the width, which is ours. head_norm:
+    not used."""
 
     def __init__(self, heads: int, head_dim: int, hidden: int, head_norm: bool = False) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class MLSTMScorer(MLPScorer):
         return 3 * self.head_dim
 
     def score_answered(self, z: Tensor, answer: Tensor) -> Tensor:
-        """Scores `[rows, heads, S]` of tokens z `[rows, heads, S, 2d]` with the memory's answers `[rows, heads, S, d]`."""
+        """Scores `[rows, heads, S]` of tokens z `[rows, heads, S, 2d]` with the answers `[rows, heads, S, d]`."""
         if self.norm is not None:
             answer = F.layer_norm(answer, (self.head_dim,), eps=NORM_EPSILON) * self.norm[:, None]
         return self.two_layers(torch.cat([z, answer], dim=-1))

@@ -25,7 +25,8 @@ def random_tensors(name: str, shape: ModelShape, seed: int = 0, normed: bool = F
 def random_fit(
     policy: Policy, model: Any, seed: int = 0, *, waits_for_recent: bool = False, normed: bool = False
 ) -> Policy:
-    """The policy, with weights for this model. waits_for_recent: they were trained to be read behind the recent share."""
+    """The policy, with weights for this model. waits_for_recent: they were trained to be read behind the recent
+    share."""
     shape = ModelShape.of(model.config)
     card = {
         "policy": policy.name,

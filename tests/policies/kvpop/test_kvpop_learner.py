@@ -147,7 +147,9 @@ def test_inputs_are_standardised_by_the_texts(cls: type[Policy]) -> None:
 def trained_policy(cls: type[Policy], learner: ScorerLearner, **settings: Any) -> Policy:
     """A policy with what the learner saves."""
     policy = cls(cls.Config(**settings))
-    policy.use(Weights(learner.export(), {"variant": policy.variant, **learner.card()}, "a learner", "0"), learner.shape)
+    policy.use(
+        Weights(learner.export(), {"variant": policy.variant, **learner.card()}, "a learner", "0"), learner.shape
+    )
     return policy
 
 

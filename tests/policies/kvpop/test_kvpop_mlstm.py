@@ -229,8 +229,8 @@ def test_scorers_equal_their_twin(
 
 
 def test_the_head_norm_takes_the_scale_of_an_answer_out() -> None:
-    """Products that cancel in the denominator leave an answer a thousand times as large: the score moves without a norm,
-    and not with one."""
+    """Products that cancel in the denominator leave an answer a thousand times as large: the score moves without a
+    norm, and not with one."""
     (plain,), (normed,) = twin.random_weights(0, 1, 1, 4, True), twin.random_weights(0, 1, 1, 4, True, True)
     z, answer = torch.randn(2, 1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
     answer = answer[..., :4]
