@@ -90,12 +90,11 @@ def _all(
     normalisers: Tensor | None,
 ) -> dict[tuple[Label, int], Tensor]:
     """The logarithm of each key's label, by label and window."""
-    fused = tuple(label for label in labels if label == "mean" and query.device.type == "cuda")
-    tiled = tuple(label for label in labels if label not in fused)
+    fused = "mean" in labels and query.device.type == "cuda"
+    tiled = [label for label in labels if label != "mean" or not fused]
     found = _by_tiles(query, key, windows, scaling, tiled, normalisers) if tiled else {}
-    for label in fused:
-        for window in windows:
-            found[label, window] = _by_flex_attention(query, key, window, scaling, normalisers)
+    for window in windows if fused else ():
+        found["mean", window] = _by_flex_attention(query, key, window, scaling, normalisers)
     length = key.shape[2]
     for (label, window), total in found.items():
         if label == "mean":
