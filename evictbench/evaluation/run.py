@@ -317,6 +317,8 @@ def _check_same_prompts(plan: RunPlan, folder: run_folder.RunFolder) -> None:
 def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from plan.prepared.warnings
     yield from plan.template_warnings
+    if plan.checked.budget is not None:
+        yield from plan.policy.doubts(plan.checked.budget)
     for name, count in plan.answers_cut.items():
         yield (
             f"{count} of {plan.documents[name]} answers of {name} may be shorter than its card allows "

@@ -7,7 +7,7 @@ keys or values in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType
@@ -117,6 +117,10 @@ class BasePolicy:
 
     def check_budget(self, budget: Budget) -> None:
         """Raise UserError for a budget that the policy cannot work with on any text."""
+
+    def doubts(self, budget: Budget) -> Iterable[str]:
+        """Sentences that a run under this budget warns with, such as how its weights were trained otherwise."""
+        return ()
 
     @classmethod
     def undefined_methods(cls) -> list[str]:

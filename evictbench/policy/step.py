@@ -199,6 +199,7 @@ class Step:
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, how many entries each query of this pass may see, and then the next query
     (without the state that the policy charges). steady: all of a row's budgets are equal.
+    budget: the one number that all rows' budgets are, known on the host; None where they differ.
     shared: the policy's shared tensors `[rows, sets, slots(, width)]` or `[rows, sets, *size]`, views to read and to
     update in place. With granularity "model" they belong to the whole model and lie on the first layer's device.
     carried: a dictionary that the policy may fill in one layer and read in the next. It is empty at the first layer of
@@ -219,6 +220,7 @@ class Step:
     query_positions: Tensor
     budgets: Tensor
     steady: bool
+    budget: int | None = None
     signals: Signals = field(default_factory=Signals)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)

@@ -296,6 +296,14 @@ def test_what_a_suite_says_of_its_data_is_warned_of_and_written(settings, monkey
     assert sentence in outcome.summary["warnings"]
 
 
+def test_what_a_policy_doubts_under_its_budget_is_warned_of_and_written(settings, monkeypatch):
+    chosen = registry.parse_policy(settings.policy).policy
+    monkeypatch.setattr(chosen, "doubts", lambda self, budget: (f"Trained for other than {budget}.",))
+    outcome, watch, _ = go(settings)
+    assert f"Trained for other than {settings.budget}." in watch.warnings
+    assert outcome.summary["warnings"] == watch.warnings
+
+
 def test_b4_shortened_answers_are_warned_of_and_written(settings):
     outcome, watch, _ = go(dataclasses.replace(settings, max_new_tokens="5"))
     assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)

@@ -18,7 +18,7 @@ Priority = Callable[[int, int, int, int], float]
 
 RULES = ("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "kvpop", "kvpop_mlp")
 
-NOT_SETTINGS = {"priority", "memory", "weights_seed", "equal"}
+NOT_SETTINGS = {"priority", "memory", "weights_seed", "equal", "waits_for_recent", "normed"}
 """Fields of a rule that are no settings of the policy: they come to it another way."""
 
 
@@ -130,6 +130,8 @@ def rules(
             sinks=st.sampled_from([4, 0, 1]),
             window=st.sampled_from([3, 1, 2, 8, 32]),
             recent=st.sampled_from([0.0, 0.5, 0.7, 0.95]),
+            waits_for_recent=st.booleans(),
+            normed=st.booleans(),
         )
     raise ValueError(f"no rule {name!r}")
 
@@ -157,7 +159,7 @@ def cases(
         budgets.append(st.integers(8, 20))
     if least < 24:
         budgets.append(st.integers(least, 24))
-    if least <= 32:
+    if least <= 32 and not getattr(rule, "needs_a_number", False):
         budgets.append(st.sampled_from([0.5, 0.75, 0.9, 1.0]))
     given = draw(st.booleans()) if forced is None else forced
     token = st.integers(0, VOCAB - 1)

@@ -219,6 +219,7 @@ class SlotCache(KVCache):
             query_positions=plan.query_positions(keys.device),
             budgets=plan.budgets(keys.device),
             steady=plan.steady,
+            budget=plan.common_budget,
             signals=Signals(self.policy.signals),
             shared=shared,
             carried=self._carried,
