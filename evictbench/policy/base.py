@@ -196,6 +196,11 @@ class Policy(BasePolicy, family=True):
         """How many last queries `window_probs` shows."""
         return 0
 
+    @property
+    def window_in_decode(self) -> bool:
+        """Whether `window_probs` are shown in decode too. Then the last queries are held there, and charged."""
+        return self.enforces_budget
+
     @final
     def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
         """As of `BasePolicy`: slot tensors and memories of each KV head, and what the sharers of a kept set hold."""
@@ -206,7 +211,7 @@ class Policy(BasePolicy, family=True):
     @final
     def held_queries(self, shape: ModelShape) -> int:
         """As of `BasePolicy`: the last queries, where `window_probs` are shown in decode."""
-        shown = "window_probs" in self.signals and self.enforces_budget
+        shown = "window_probs" in self.signals and self.window_in_decode
         return shape.group * self.window * shape.head_dim if shown else 0
 
     @property

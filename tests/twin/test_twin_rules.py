@@ -269,7 +269,7 @@ def test_snapkv_at_the_end_of_the_prompt(pool, group, kernel):
     model = tiny_model("llama", 9, 2, 2, 3)
     tokens, window, budget = random_tokens(40), 5, 17
     probs = dense_forward(model, tokens).probs
-    trace = simulate(model, SnapKV(window, kernel, pool, group), tokens, 0, budget)
+    trace = simulate(model, SnapKV(window, kernel, pool, group, "reselect", "window"), tokens, 0, budget)
     appended = simulate(model, SnapKV(window, kernel, pool, group, "append"), tokens, 0, budget)
     for layer in range(2):
         for kv_head in range(2):
