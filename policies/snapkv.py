@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from evictbench.errors import UserError
 from evictbench.policy import (
@@ -104,6 +104,12 @@ class SnapKV(Policy):
     def signals(self) -> frozenset[Signal]:  # type: ignore[override]
         """The window's probabilities; with running votes also those of each query of the answer."""
         return frozenset({"window_probs", "recent_probs"} if self._running else {"window_probs"})
+
+    @classmethod
+    def named_settings(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Results without `votes` held the window's queries, where they selected again."""
+        held = recorded.get("decode") == "reselect"
+        return {"votes": "window" if held else "running", **recorded}
 
     @property
     def window(self) -> int:

@@ -29,7 +29,7 @@ from studies.command import exit_code, in_part, part, say
 if TYPE_CHECKING:
     from studies.cells import Cell
 
-POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,oracle:label=mean,oracle:label=max"
+POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,snapkv:decode=reselect,oracle:label=mean,oracle:label=max"
 
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "fidelity": {"tasks": "gsm8k", "context": 864, "max_new_tokens": "96", "limit": 50},

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from evictbench.evaluation.plan import RunPlan
 
 POLICIES = (
-    *("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "oracle:label=mean", "oracle:label=max"),
+    *("full", "random", "streaming_llm", "tova", "h2o"),
+    *("snapkv", "snapkv:decode=reselect", "oracle:label=mean", "oracle:label=max"),
     *("kvpop:label=mean", "kvpop_mlp:label=mean", "kvpop:label=max", "kvpop_mlp:label=max"),
     *("indexmem_pp", "distillcache", "dms"),
 )

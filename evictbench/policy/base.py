@@ -117,6 +117,16 @@ class BasePolicy:
         """Raise UserError for a budget that the policy cannot work with on any text."""
 
     @classmethod
+    def named_settings(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a result, with a value for each that the version which made it did not have.
+
+        recorded: as the result holds them. A policy that gains a setting, and no longer does by default what it did
+        without it, says here what that was. Then its earlier results have another label, and stand in no row of a new
+        one.
+        """
+        return recorded
+
+    @classmethod
     def undefined_methods(cls) -> list[str]:
         """The methods that the policy's family calls, and that neither the class nor a base of its own defines."""
         return []
