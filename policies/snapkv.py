@@ -61,7 +61,7 @@ class Settings:
             if getattr(self, name) not in allowed:
                 raise UserError(f"snapkv: {name} is {', '.join(allowed)}, not {getattr(self, name)!r}.")
         if self.decode == "append" and self.votes != "running":
-            raise UserError("snapkv: votes=window is a way of decode=reselect, and decode=append selects no second time.")
+            raise UserError("snapkv: votes=window is for decode=reselect; decode=append never selects again.")
 
 
 class SnapKV(Policy):

@@ -108,10 +108,13 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequ
     """
     from evictbench.stats.intervals import mean_interval, spread_interval
     from evictbench.stats.paired import difference
+    from evictbench.store.select import reading_words
 
     samples = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
     documents = {title: {key[:2]: value for key, value in values.items()} for title, values in samples.items()}
-    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
+    modes = {cell.plan.settings.prefill for cell in cells if cell.budget is not None}
+    reading = reading_words(modes, {cell.plan.checked.protocol.question for cell in cells})
+    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals; {reading}"]
     width = max(len(cell.title) for cell in cells)
     for cell in cells:
         values = list(samples.get(cell.title, {}).values())

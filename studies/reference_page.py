@@ -59,14 +59,19 @@ def write_between_marks(page: Path, text: str) -> None:
 
 
 def summary(folder: Path) -> Iterator[str]:
-    """The lines of a table of means by suite and budget: a row per policy, the best at the larger budget first."""
+    """The lines of a table of means by suite and budget: a row per policy, the best at the larger budget first. Where a
+    policy's budget is no bound, the entries that its queries saw stand beside the mean."""
     from evictbench.stats.intervals import mean_of_tasks
     from evictbench.store.frame import read_results
+    from evictbench.store.select import budget_bounds, reading_of
 
     samples = read_results(folder, text=False)
+    bounds = budget_bounds(samples["policy"].astype(str).unique())
     columns: dict[str, dict[str, tuple[float, str]]] = {}
     for suite, (column, factor, form) in METRICS.items():
-        cells = common(read_cells(samples[samples["suite"] == suite], column))
+        cells, seen = (
+            common(read_cells(samples[samples["suite"] == suite], name)) for name in (column, "occupancy_mean")
+        )
         for budget in BUDGETS:
             means: dict[str, tuple[float, str]] = {}
             for (policy, own_budget), values in cells.items():
@@ -75,10 +80,16 @@ def summary(folder: Path) -> Iterator[str]:
                     mean, _ = mean_of_tasks(
                         {task: [value for (name, _), value in values.items() if name == task] for task in tasks}
                     )
-                    means[policy] = mean, format(mean * factor, form)
+                    text = format(mean * factor, form)
+                    if not bounds[policy]:
+                        text += f" (seen {fmean(seen[policy, own_budget].values()):.0f})"
+                    means[policy] = mean, text
             columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = means
     first = columns[f"ruler score, {BUDGETS[-1]}"]
     last = columns[f"fidelity kl, {BUDGETS[-1]}"]
+    for suite in METRICS:
+        yield f"{suite}: {reading_of(samples[samples['suite'] == suite])}."
+    yield ""
     yield "| policy | " + " | ".join(columns) + " |"
     yield "|---" * (1 + len(columns)) + "|"
     for policy in sorted(first, key=lambda name: (-first[name][0], last[name][0])):
@@ -88,6 +99,7 @@ def summary(folder: Path) -> Iterator[str]:
 def lines(folder: Path) -> Iterator[str]:
     """The lines of all tables, in Markdown."""
     from evictbench.store.frame import read_results
+    from evictbench.store.select import reading_of
 
     samples = read_results(folder, text=False)
     for suite, (column, factor, form) in METRICS.items():
@@ -98,7 +110,7 @@ def lines(folder: Path) -> Iterator[str]:
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
         count = len(next(iter(cells.values()))) // len(tasks)
         for budget in BUDGETS:
-            yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
+            yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task; {reading_of(rows)}."
             yield ""
             yield from table(cells, seen, budget, tasks, factor, form)
             yield ""

@@ -260,7 +260,9 @@ class SnapKV(Rule):
             return Cut(sorted(chosen.kept + recent), chosen.gap)
         total = [0.0] * len(prefix)
         for layer, sharer in record.sharers(self.shares, moment.layer, kv_head):
-            votes = torch.stack([self.window_votes(record, moment, layer, head, held) for head in record.heads_of(sharer)])
+            votes = torch.stack(
+                [self.window_votes(record, moment, layer, head, held) for head in record.heads_of(sharer)]
+            )
             by_prefix_key = reduce_group(votes, self.group)[: len(prefix)].tolist()
             total = [one + other for one, other in zip(total, by_prefix_key, strict=True)]
         chosen = choose(dict(zip(prefix, self.smooth(total), strict=True)), count - len(recent))
