@@ -69,9 +69,8 @@ def summary(folder: Path) -> Iterator[str]:
     bounds = budget_bounds(samples["policy"].astype(str).unique())
     columns: dict[str, dict[str, tuple[float, str]]] = {}
     for suite, (column, factor, form) in METRICS.items():
-        cells, seen = (
-            common(read_cells(samples[samples["suite"] == suite], name)) for name in (column, "occupancy_mean")
-        )
+        rows = samples[samples["suite"] == suite]
+        cells, seen = (common(read_cells(rows, name)) for name in (column, "occupancy_mean"))
         for budget in BUDGETS:
             means: dict[str, tuple[float, str]] = {}
             for (policy, own_budget), values in cells.items():
@@ -110,7 +109,8 @@ def lines(folder: Path) -> Iterator[str]:
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
         count = len(next(iter(cells.values()))) // len(tasks)
         for budget in BUDGETS:
-            yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task; {reading_of(rows)}."
+            metric = column.removeprefix("metric_")
+            yield f"**{suite}, {budget} entries**: {metric} on {count} documents a task; {reading_of(rows)}."
             yield ""
             yield from table(cells, seen, budget, tasks, factor, form)
             yield ""
