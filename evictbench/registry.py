@@ -124,9 +124,9 @@ def recorded_policy(policy: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         defaults = json.loads(json.dumps(vars(cls.Config()), default=str))
     except Exception:  # a policy's own code, or settings that it no longer has
         return label, settings
-    if not set(named) <= set(defaults):
+    if set(named) != set(defaults):
         return label, settings
-    changed = ",".join(f"{name}={named[name]}" for name in defaults if name in named and named[name] != defaults[name])
+    changed = ",".join(f"{name}={named[name]}" for name in defaults if named[name] != defaults[name])
     return (f"{policy['name']}:{changed}" if changed else str(policy["name"])), named
 
 

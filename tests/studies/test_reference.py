@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plot.plot_records import sample, write_run
 
 from studies.reference import begin_from_published
-from studies.reference_page import MARKS, common, table, write_between_marks
+from studies.reference_page import MARKS, common, lines, summary, table, write_between_marks
 
 
 def test_a_cell_goes_on_from_what_is_published_and_from_its_own_run_first(tmp_path: Path) -> None:
@@ -33,6 +34,19 @@ def test_only_documents_that_every_cell_has_are_counted_and_differences_are_pair
     assert rows[2].startswith("| `h2o` | 128 | 50.0")
     assert rows[3].startswith("| `tova` | 128 | 100.0")
     assert "+50.0" in rows[3]
+
+
+def test_pages_say_how_prompts_were_read_and_what_was_seen_without_a_bound(tmp_path: Path) -> None:
+    for suite, metrics in (("ruler", {}), ("fidelity", {"kl": 0.5})):
+        for policy, budget, seen in (("h2o", "128", 128.0), ("snapkv", "128", 172.0), ("full", None, 500.0)):
+            for own_budget in ("128", "256") if budget else (None,):
+                scores = [sample(doc, 0.5, occupancy=seen, metrics={"score": 0.5, **metrics}) for doc in range(3)]
+                write_run(tmp_path, scores, policy=policy, budget=own_budget, suite=suite)
+    text = "\n".join(summary(tmp_path))
+    assert text.startswith("ruler: prefill dense, question unseen.\nfidelity: prefill dense, question unseen.\n\n")
+    assert "| `h2o` | 50.0 | 50.0 | 0.5000 | 0.5000 |" in text
+    assert "| `snapkv` | 50.0 (seen 172) | 50.0 (seen 172) | 0.5000 (seen 172) | 0.5000 (seen 172) |" in text
+    assert "**ruler, 128 entries**: score on 3 documents a task; prefill dense, question unseen." in [*lines(tmp_path)]
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
