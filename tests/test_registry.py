@@ -70,17 +70,14 @@ def test_what_cannot_be_is_a_sentence(text, sentence):
 
 
 WINDOW = {"window": 32, "kernel": 7, "pool": "max", "group": "mean", "shares": "head"}
+OLD = WINDOW | {"decode": "reselect"}
 
 
 @pytest.mark.parametrize(
     ("label", "settings", "now"),
     [
-        ("snapkv", {**WINDOW, "decode": "reselect"}, "snapkv:decode=reselect,votes=window"),
-        (
-            "snapkv:window=8",
-            {**WINDOW, "window": 8, "decode": "reselect"},
-            "snapkv:window=8,decode=reselect,votes=window",
-        ),
+        ("snapkv", OLD, "snapkv:decode=reselect,votes=window"),
+        ("snapkv:pool=avg", {**OLD, "pool": "avg"}, "snapkv:pool=avg,decode=reselect,votes=window"),
         ("snapkv:decode=append", {**WINDOW, "decode": "append"}, "snapkv"),
         ("snapkv:decode=reselect", {**WINDOW, "decode": "reselect", "votes": "running"}, "snapkv:decode=reselect"),
         ("snapkv:later=1", {**WINDOW, "decode": "append", "later": 1}, "snapkv:later=1"),  # of a later version
