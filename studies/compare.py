@@ -29,7 +29,7 @@ from studies.command import exit_code, in_part, part, say
 if TYPE_CHECKING:
     from studies.cells import Cell
 
-POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,oracle:label=mean,oracle:label=max"
+POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,snapkv:decode=reselect,oracle:label=mean,oracle:label=max"
 
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "fidelity": {"tasks": "gsm8k", "context": 864, "max_new_tokens": "96", "limit": 50},
@@ -118,10 +118,13 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequ
     """
     from evictbench.stats.intervals import mean_interval, spread_interval
     from evictbench.stats.paired import difference
+    from evictbench.store.select import reading_words
 
     samples = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
     documents = {title: {key[:2]: value for key, value in values.items()} for title, values in samples.items()}
-    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
+    modes = {cell.plan.settings.prefill for cell in cells if cell.budget is not None}
+    reading = reading_words(modes, {cell.plan.checked.protocol.question for cell in cells})
+    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals; {reading}"]
     width = max(len(cell.title) for cell in cells)
     for cell in cells:
         values = list(samples.get(cell.title, {}).values())

@@ -65,7 +65,7 @@ def summary(folder: Path) -> Iterator[str]:
     """
     from evictbench.stats.intervals import mean_of_tasks
     from evictbench.store.frame import read_results
-    from evictbench.store.select import budget_bounds
+    from evictbench.store.select import budget_bounds, reading_of
 
     samples = read_results(folder, text=False)
     bounds = budget_bounds(samples["policy"].astype(str).unique())
@@ -88,6 +88,9 @@ def summary(folder: Path) -> Iterator[str]:
             columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = means
     first = columns[f"ruler score, {BUDGETS[-1]}"]
     last = columns[f"fidelity kl, {BUDGETS[-1]}"]
+    for suite in METRICS:
+        yield f"{suite}: {reading_of(samples[samples['suite'] == suite])}."
+    yield ""
     yield "| policy | " + " | ".join(columns) + " |"
     yield "|---" * (1 + len(columns)) + "|"
     for policy in sorted(first, key=lambda name: (-first[name][0], last[name][0])):
@@ -97,6 +100,7 @@ def summary(folder: Path) -> Iterator[str]:
 def lines(folder: Path) -> Iterator[str]:
     """The lines of all tables, in Markdown."""
     from evictbench.store.frame import read_results
+    from evictbench.store.select import reading_of
 
     samples = read_results(folder, text=False)
     for suite, (column, factor, form) in METRICS.items():
@@ -108,7 +112,8 @@ def lines(folder: Path) -> Iterator[str]:
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
         count = len(next(iter(cells.values()))) // len(tasks)
         for budget in BUDGETS:
-            yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
+            metric = column.removeprefix("metric_")
+            yield f"**{suite}, {budget} entries**: {metric} on {count} documents a task; {reading_of(rows)}."
             yield ""
             yield from table(cells, seen, budget, tasks, factor, form, most)
             yield ""

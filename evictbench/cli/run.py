@@ -18,6 +18,7 @@ from evictbench.evaluation.settings import RunSettings
 from evictbench.gate.tolerances import TOLERANCE
 from evictbench.policy.budget import LEAST_FROM_SHARE
 from evictbench.stats import power
+from evictbench.store.select import reading_words
 from evictbench.suite.chat_template import DEFAULT
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.units import human_bytes, percent, percent_interval
@@ -168,6 +169,11 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
     names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
     if names:
         tables.append(_table(summary, [_metric_column(name) for name in names]))
+    if identity := summary.get("identity"):
+        protocol = identity["protocol"]
+        modes = [] if identity["budget"] is None else [protocol["prefill"]]
+        tables[0].title = reading_words(modes, [protocol["question"]])
+        tables[0].title_justify = "left"
     if trained_on := summary.get("transferred_from"):
         tables[-1].caption = f"The policy's weights were trained on {trained_on}."
         tables[-1].caption_justify = "left"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from evictbench.store.select import budget_with_seen
+from evictbench.store.select import budget_with_seen, reading_words
 from evictbench.sweep.job import ANSWERING
 from evictbench.terminal import waiting
 from evictbench.terminal.console import say, warn
@@ -124,6 +124,8 @@ def status_line(progress: Progress) -> str:
 def result_table(cells: Sequence[SweepCell]) -> Table:
     """Every cell's score with its interval, and its cache sizes; in the order of suite, policy, budget."""
     table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
+    table.title = reading(cells)
+    table.title_justify = "left"
     for cell in sorted(cells, key=sort_key):
         mean = cell.summary.get("mean")
         values, budget = ("-", "-", f"{cell.done}/{cell.total}", "-", "-"), cell.budget
@@ -142,6 +144,18 @@ def result_table(cells: Sequence[SweepCell]) -> Table:
         note = f"weights of {trained_on}" if trained_on and cell.state == "done" else cell.state
         table.add_row(cell.suite, cell.policy, budget, *values, "" if note == "done" else note, style=None)
     return table
+
+
+def reading(cells: Sequence[SweepCell]) -> str:
+    """How prompts were read, by suite where suites differ in it."""
+    modes = {cell.plan.settings.prefill for cell in cells if cell.plan.checked.budget is not None}
+    questions: dict[str, set[str]] = {}
+    for cell in cells:
+        questions.setdefault(cell.suite, set()).add(cell.plan.checked.protocol.question)
+    words = {suite: reading_words(modes, seen) for suite, seen in questions.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{suite}: {text}" for suite, text in words.items())
 
 
 def estimate_table(

@@ -102,6 +102,8 @@ def _group_drawings(
     protocol: str,
 ) -> Iterator[Drawing]:
     """The figures of a suite and model. protocol: what tells these runs from others of the same, in words."""
+    import pandas as pd
+
     metric = request.metric
     compared = all(
         f"metric_{name}" in part and part[f"metric_{name}"].notna().any()
@@ -114,6 +116,7 @@ def _group_drawings(
     elif "fidelity" in names and not compared:
         raise UserError(f"{suite} has no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.")
     title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
+    title += f"\n{select.reading_of(pd.concat(panels.values()))}"
     for name in names:
         file = "-".join(
             filter(

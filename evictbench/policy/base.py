@@ -123,6 +123,16 @@ class BasePolicy:
         return ()
 
     @classmethod
+    def named_settings(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a result, with a value for each that the version which made it did not have.
+
+        recorded: as the result holds them. A policy that gains a setting, and no longer does by default what it did
+        without it, says here what that was. Then its earlier results have another label, and stand in no row of a new
+        one.
+        """
+        return recorded
+
+    @classmethod
     def undefined_methods(cls) -> list[str]:
         """The methods that the policy's family calls, and that neither the class nor a base of its own defines."""
         return []
@@ -202,6 +212,11 @@ class Policy(BasePolicy, family=True):
         """How many last queries `window_probs` shows."""
         return 0
 
+    @property
+    def window_in_decode(self) -> bool:
+        """Whether `window_probs` are shown in decode too. Then the last queries are held there, and charged."""
+        return self.enforces_budget
+
     @final
     def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
         """As of `BasePolicy`: slot tensors and memories of each KV head, and what the sharers of a kept set hold."""
@@ -212,7 +227,7 @@ class Policy(BasePolicy, family=True):
     @final
     def held_queries(self, shape: ModelShape) -> int:
         """As of `BasePolicy`: the last queries, where `window_probs` are shown in decode."""
-        shown = "window_probs" in self.signals and self.enforces_budget
+        shown = "window_probs" in self.signals and self.window_in_decode
         return shape.group * self.window * shape.head_dim if shown else 0
 
     @property

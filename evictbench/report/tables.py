@@ -38,6 +38,8 @@ class Row:
     model: str
     policy: str
     budget: str
+    prefill: str
+    question: str
     task: str
     whole: bool
     group: int
@@ -131,6 +133,8 @@ def _row(
         model=str(task["model"]),
         policy=str(task["policy"]),
         budget=text_of(task["budget"]),
+        prefill=text_of(task["prefill"]),
+        question=text_of(task["question"]),
         task=str(task["task"]),
         whole=only,
         group=group,
@@ -173,6 +177,8 @@ def _mean_row(
         model=first.model,
         policy=first.policy,
         budget=first.budget,
+        prefill=first.prefill,
+        question=first.question,
         task=f"mean of {len(tasks)}",
         whole=True,
         group=first.group,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError, unknown
+from evictbench.registry import recorded_policy
 from evictbench.stats.intervals import Interval, mean_interval, spread_interval
 from evictbench.store import run_folder
 from evictbench.store.files import visible_files
@@ -213,15 +214,16 @@ def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The values of `RUN_COLUMNS` from a run.json, and `tasks`, a task's version by its name."""
     identity = run["identity"]
     policy, protocol = identity["policy"], identity["protocol"]
+    label, settings = recorded_policy(policy)
     source = {
         name: value for name, value in policy.items() if name not in ("name", "label", "settings") and value is not None
     }
     columns = {name: identity[name] for name in ("suite", "model", "budget", "dtype", "weights", "seed")}
     columns |= {name: protocol.get(name) for name in RUN_COLUMNS if name in protocol}
     columns |= {
-        "policy": policy["label"],
+        "policy": label,
         "policy_name": policy["name"],
-        "policy_settings": json.dumps(policy["settings"], sort_keys=True),
+        "policy_settings": json.dumps(settings, sort_keys=True),
         "transferred_from": (policy.get("weights") or {}).get("transferred_from"),
         "policy_source": json.dumps(source, sort_keys=True) if source else None,
         "protocol": protocol.get("name"),

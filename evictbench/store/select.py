@@ -138,6 +138,23 @@ def text_of(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def reading_of(samples: pd.DataFrame) -> str:
+    """How the prompts were read, as every table and figure of scores says it: "prefill dense, question unseen".
+
+    Runs without a budget cut nothing, and are passed over where others are there.
+    """
+    budgeted = samples[samples["budget"].notna()]
+    if budgeted.empty:
+        return reading_words([], texts_of(samples["question"]).unique())
+    return reading_words(texts_of(budgeted["prefill"]).unique(), texts_of(budgeted["question"]).unique())
+
+
+def reading_words(prefills: Iterable[str], questions: Iterable[str]) -> str:
+    """`reading_of` runs with these prefill modes and questions; without a mode nothing is cut."""
+    prefill = " and ".join(f"prefill {mode}" for mode in sorted(set(prefills))) or "no prompt is cut"
+    return f"{prefill}, {' and '.join(f'question {seen}' for seen in sorted(set(questions)))}"
+
+
 def texts_of(column: pd.Series) -> pd.Series:
     """`text_of` each value of a column."""
     import pandas as pd

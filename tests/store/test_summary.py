@@ -134,6 +134,12 @@ def shown(width, lines=None, **more):
     return console.file.getvalue()
 
 
+def test_a_table_says_how_prompts_were_read():
+    protocol = {"prefill": "bounded", "question": "unseen"}
+    assert shown(160, identity={"budget": "64", "protocol": protocol}).startswith("prefill bounded, question unseen")
+    assert shown(160, identity={"budget": None, "protocol": protocol}).startswith("no prompt is cut, question unseen")
+
+
 def test_a_wide_console_gets_one_table_and_a_narrow_one_two():
     assert shown(160).count("niah_multiquery") == 1
     assert shown(80).count("niah_multiquery") == 2

@@ -113,13 +113,14 @@ def rules(
             recent=st.sampled_from([3, 1, 2, 8, 32]),
         )
     if name == "snapkv":
+        ways = [("append", "running"), ("reselect", "running"), ("reselect", "window")]
         return st.builds(
-            SnapKV,
+            lambda way, **settings: SnapKV(decode=way[0], votes=way[1], **settings),
+            way=st.sampled_from(ways),
             window=st.sampled_from([4, 1, 2, 3, 8, 32]),
             kernel=st.sampled_from([3, 1, 7]),
             pool=st.sampled_from(["max", "avg"]),
             group=group,
-            decode=st.sampled_from(["reselect", "append"]),
             shares=st.sampled_from(shares),
         )
     if name in ("kvpop", "kvpop_mlp"):

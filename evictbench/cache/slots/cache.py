@@ -260,7 +260,7 @@ class SlotCache(KVCache):
         super().close(plan)
         if self.prompt_done:
             for layer in self.layers:
-                layer.end_prompt(keep_queries=self.policy.enforces_budget)
+                layer.end_prompt(keep_queries=self.policy.window_in_decode)
         if self.shift is not None:
             self.shift.end()
         self.eviction.reset()
