@@ -84,6 +84,13 @@ Out = Annotated[Path, typer.Option(help="Folder for results.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+Recency = Annotated[
+    str | None,
+    typer.Option(
+        help="Also measure which share of the kept entries a window of the last tokens would keep: a number of tokens, "
+        "or same (as many as are kept)."
+    ),
+]
 
 OnlySuites = Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")]
 OnlyModels = Annotated[str | None, typer.Option(help="These models alone.")]

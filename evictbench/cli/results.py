@@ -31,7 +31,7 @@ def plot(
     figures: Annotated[
         str | None,
         typer.Option(
-            help="Of runs: budget, bytes, fidelity, errors; of a trace: latency, memory, retention, kept. "
+            help="Of runs: budget, bytes, fidelity, errors, perplexity, answers, recency; of a trace: latency, memory, retention, kept. "
             "Default: all that there is data for."
         ),
     ] = None,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
-from evictbench.numerals import check_count, check_seed
+from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
 from evictbench.suite.spec import Suite
+
+if TYPE_CHECKING:
+    from evictbench.cache.recency import RecencyWindow
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Checked:
     """What the names and numbers of a run's settings stand for.
 
     budget: None for a policy that takes none. context (tokens), limit (samples per task): the suite's own where the
-    settings give none.
+    settings give none. recency: the window by which the run counts how recent what is kept is.
     """
 
     chosen: registry.ChosenPolicy
@@ -28,6 +32,7 @@ class Checked:
     budget: Budget | None
     context: int | None
     limit: int | None
+    recency: RecencyWindow | None = None
 
 
 def check(settings: RunSettings) -> Checked:
@@ -50,6 +55,7 @@ def check(settings: RunSettings) -> Checked:
         budget=budget,
         context=suite.default_context if settings.context is None else settings.context,
         limit=suite.default_limit if settings.limit is None else settings.limit,
+        recency=_recency(settings),
     )
     _check_folders(settings)
     return checked
@@ -83,6 +89,26 @@ def _check_options(settings: RunSettings) -> None:
     for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
         check_count(name.replace("_", "-"), getattr(settings, name))
     check_seed(settings.seed)
+
+
+def _recency(settings: RunSettings) -> RecencyWindow | None:
+    """The window of --recency. UserError for what is none."""
+    if settings.recency is None:
+        return None
+    from evictbench.cache.recency import SAME, RecencyWindow
+
+    if settings.recency == SAME:
+        return RecencyWindow()
+    try:
+        length = read_whole(settings.recency)
+    except ValueError:
+        length = 0
+    if length < 1:
+        raise UserError(
+            f"--recency takes the number of last tokens that the window has, or {SAME}, as many as a head keeps, and "
+            f"not {shown(settings.recency)!r}."
+        )
+    return RecencyWindow(length)
 
 
 def _check_folders(settings: RunSettings) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.plot import data, figures, trace
+from evictbench.plot.answers import answer_panels, answer_points, has_lost_answers
+from evictbench.plot.perplexity import NEEDS, perplexity_points
+from evictbench.plot.recency import SHARE, recency_points, recency_shares
 from evictbench.plot.request import OF_RUNS, Drawing, PlotRequest
 from evictbench.store import select
 from evictbench.store.frame import metric_column, read_results
@@ -17,7 +20,14 @@ from evictbench.store.trace_files import is_trace
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
+LACKS = {
+    "fidelity": "no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.",
+    "perplexity": "no log-likelihoods: --figures perplexity takes runs of the suite fidelity.",
+    "recency": "no share of kept entries inside a recency window: it is measured by evictbench run --recency.",
+}
+"""What is missing where a figure is asked for that the runs have no numbers for."""
 
 LONGEST_NAME = 150
 """Letters of a figure's name, which is that of its files."""
@@ -103,16 +113,12 @@ def _group_drawings(
 ) -> Iterator[Drawing]:
     """The figures of a suite and model. protocol: what tells these runs from others of the same, in words."""
     metric = request.metric
-    compared = all(
-        f"metric_{name}" in part and part[f"metric_{name}"].notna().any()
-        for part in panels.values()
-        for name in ("kl", "ppl_ratio")
-    )
+    there = _measured(panels)
     if names is None:
-        names = [name for name in OF_RUNS if compared or name != "fidelity"]
-        names = [name for name in names if not (compared and name == "errors")]
-    elif "fidelity" in names and not compared:
-        raise UserError(f"{suite} has no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.")
+        names = [name for name in OF_RUNS if there.get(name, True)]
+    for name in names:
+        if name in LACKS and not there[name]:
+            raise UserError(f"{suite} has {LACKS[name]}")
     title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
     for name in names:
         file = "-".join(
@@ -120,7 +126,7 @@ def _group_drawings(
                 None,
                 (
                     name,
-                    "" if metric == "score" or name in ("errors", "fidelity") else metric,
+                    "" if metric == "score" or name not in ("budget", "bytes") else metric,
                     suite,
                     model,
                     protocol.replace(", ", "-"),
@@ -138,10 +144,37 @@ def _group_drawings(
                 data.fidelity_points(panels),
                 partial(figures.against_budget, metric="", title=title),
             )
+        elif name == "perplexity":
+            draw = partial(figures.against_budget, metric="", title=title)
+            yield Drawing(file, title, perplexity_points(panels), draw)
+        elif name == "answers":
+            yield Drawing(file, title, answer_points(panels), partial(_draw_answers, title=title))
+        elif name == "recency":
+            yield Drawing(file, title, recency_points(panels), partial(recency_shares, title=title))
         else:
             points = data.budget_points(panels, metric)
             draw = figures.against_budget if name == "budget" else figures.against_bytes
             yield Drawing(file, title, points, partial(draw, metric=metric, title=title))
+
+
+def _measured(panels: Mapping[str, pd.DataFrame]) -> dict[str, bool]:
+    """Whether the runs have what a figure shows, for each figure that not all runs have numbers for."""
+
+    def have(*columns: str) -> bool:
+        return all(name in part and part[name].notna().any() for part in panels.values() for name in columns)
+
+    compared = have("metric_kl", "metric_ppl_ratio")
+    return {
+        "fidelity": compared,
+        "errors": not compared,
+        "perplexity": have(*(f"metric_{name}" for name in NEEDS)),
+        "answers": not compared and all(map(has_lost_answers, panels.values())),
+        "recency": have(SHARE),
+    }
+
+
+def _draw_answers(frame: pd.DataFrame, title: str) -> Figure:
+    return figures.against_budget(answer_panels(frame), metric="", title=title)
 
 
 def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.DataFrame]]:

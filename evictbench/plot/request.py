@@ -21,6 +21,9 @@ OF_RUNS = {
     "bytes": "bytes held against score",
     "fidelity": "budget against KL and perplexity",
     "errors": "how the answers that lost score ended",
+    "perplexity": "budget against perplexity over all tokens",
+    "answers": "errors and answer lengths on the documents that the full cache gets right",
+    "recency": "how much of what is kept a recency window would keep too",
 }
 """The figures of runs, and what each shows."""
 
