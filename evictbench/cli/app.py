@@ -180,7 +180,7 @@ def sweep(
     context: options.Context = None,
     limit: options.Limit = None,
     model: options.Model = bundled.NAME,
-    weights: options.Weights = None,
+    weights: options.EachWeights = None,
     question: options.Question = "default",
     prefill: options.Prefill = "native",
     chunk: options.Chunk = 512,

@@ -44,6 +44,13 @@ Weights = Annotated[
     str | None,
     typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
 ]
+EachWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of a learned policy: a folder or a hub id; several trainings, comma-separated, each a cell of its "
+        "own. Default: those that come with it."
+    ),
+]
 Question = Annotated[
     str,
     typer.Option(help="Is the question there while the context is compressed? seen, unseen, default."),
@@ -89,6 +96,15 @@ Recency = Annotated[
     typer.Option(
         help="Also measure which share of the kept entries a window of the last tokens would keep: a number of tokens, "
         "or same (as many as are kept)."
+    ),
+]
+
+Trainings = Annotated[
+    bool,
+    typer.Option(
+        "--trainings",
+        help="Runs that differ in a learned policy's weights alone are one row: mean and standard deviation over its "
+        "trainings.",
     ),
 ]
 

@@ -46,6 +46,11 @@ COSTS: tuple[Column, ...] = (
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
 
+PERPLEXITY: Column = (
+    "perplexity",
+    lambda row: f"{row['perplexity']['value']:.4g} (full {row['perplexity']['full']:.4g})" if row["perplexity"] else "",
+)
+
 LEGEND = (
     "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
     "cut off: answers stopped by the token limit or inside their thought; in a loop: answers that end in one; "
@@ -167,7 +172,8 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
         tables = [_table(summary, scores), _table(summary, COSTS)]
     names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
     if names:
-        tables.append(_table(summary, [_metric_column(name) for name in names]))
+        perplexity = [PERPLEXITY] if summary["mean"].get("perplexity") else []
+        tables.append(_table(summary, [*(_metric_column(name) for name in names), *perplexity]))
     if trained_on := summary.get("transferred_from"):
         tables[-1].caption = f"The policy's weights were trained on {trained_on}."
         tables[-1].caption_justify = "left"

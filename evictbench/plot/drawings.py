@@ -14,9 +14,11 @@ from evictbench.plot.answers import answer_panels, answer_points, has_lost_answe
 from evictbench.plot.perplexity import NEEDS, perplexity_points
 from evictbench.plot.recency import SHARE, recency_points, recency_shares
 from evictbench.plot.request import OF_RUNS, Drawing, PlotRequest
+from evictbench.plot.trainings import with_trainings
 from evictbench.store import select
 from evictbench.store.frame import metric_column, read_results
 from evictbench.store.trace_files import is_trace
+from evictbench.store.trainings import as_one_row, several
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +58,13 @@ def _run_drawings(request: PlotRequest, names: Sequence[str] | None, warn: Calla
     if column.endswith("_seconds"):
         raise UserError(f"{request.metric} of a run says little about speed: plot a trace (evictbench trace).")
     samples = samples[samples[column].notna()]
+    if request.trainings:
+        samples = as_one_row(samples)
+        if not several(samples):
+            raise UserError(
+                "No policy and budget was run with several weights here: --trainings makes one row of runs that differ "
+                "in a learned policy's weights alone (evictbench sweep --weights A,B,C)."
+            )
     groups = list(samples.groupby(["suite", "model"], observed=True))
     names_taken: set[str] = set()
     refusal: UserError | None = None
@@ -120,6 +129,12 @@ def _group_drawings(
         if name in LACKS and not there[name]:
             raise UserError(f"{suite} has {LACKS[name]}")
     title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
+    trainings = _trainings(panels) if request.trainings else ""
+    title += trainings
+
+    def numbers(make: Callable[[data.Panels], pd.DataFrame], metric: str = "score") -> pd.DataFrame:
+        return with_trainings(make, panels, metric) if trainings else make(panels)
+
     for name in names:
         file = "-".join(
             filter(
@@ -136,25 +151,34 @@ def _group_drawings(
         )
         file = re.sub(r"[^\w.+=-]", "_", file)
         if name == "errors":
-            yield Drawing(file, title, data.error_modes(panels), partial(figures.error_bars, title=title))
+            yield Drawing(file, title, numbers(data.error_modes), partial(figures.error_bars, title=title))
         elif name == "fidelity":
             yield Drawing(
                 file,
                 title,
-                data.fidelity_points(panels),
+                numbers(data.fidelity_points),
                 partial(figures.against_budget, metric="", title=title),
             )
         elif name == "perplexity":
             draw = partial(figures.against_budget, metric="", title=title)
-            yield Drawing(file, title, perplexity_points(panels), draw)
+            yield Drawing(file, title, numbers(perplexity_points), draw)
         elif name == "answers":
-            yield Drawing(file, title, answer_points(panels), partial(_draw_answers, title=title))
+            yield Drawing(file, title, numbers(answer_points), partial(_draw_answers, title=title))
         elif name == "recency":
-            yield Drawing(file, title, recency_points(panels), partial(recency_shares, title=title))
+            yield Drawing(file, title, numbers(recency_points, SHARE), partial(recency_shares, title=title))
         else:
-            points = data.budget_points(panels, metric)
+            points = numbers(partial(data.budget_points, metric=metric), metric)
             draw = figures.against_budget if name == "budget" else figures.against_bytes
             yield Drawing(file, title, points, partial(draw, metric=metric, title=title))
+
+
+def _trainings(panels: Mapping[str, pd.DataFrame]) -> str:
+    """The title's words about trainings: "; mean over 3 trainings, the units of their bars"; "" where there is one."""
+    counts = {count for part in panels.values() for count in several(part).values()}
+    if not counts:
+        return ""
+    words = str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"; mean of {words} trainings, which are the units of their bars"
 
 
 def _measured(panels: Mapping[str, pd.DataFrame]) -> dict[str, bool]:
@@ -174,6 +198,7 @@ def _measured(panels: Mapping[str, pd.DataFrame]) -> dict[str, bool]:
 
 
 def _draw_answers(frame: pd.DataFrame, title: str) -> Figure:
+    title = f"{title}\non the documents that the full cache gets right"
     return figures.against_budget(answer_panels(frame), metric="", title=title)
 
 

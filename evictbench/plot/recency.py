@@ -21,14 +21,16 @@ SHARE, WINDOW, LAYERS = "recency_share", "recency_window", "recency_by_layer"
 def recency_points(panels: Panels) -> pd.DataFrame:
     """Two views. `against budget`: one row per panel, policy and budget, the share of kept entries that lie inside the
     window, mean over the moments of each answer, layers and KV heads, with its 95% interval over documents. `budget
-    ...`: one panel for each budget, with a row for each `layer`. The columns are those of `budget_points`, and
-    `layer`. Raises UserError where runs were measured with two windows.
+    ...`: one panel for each budget, with a row for each `layer`. The columns are those of `budget_points`, `layer` and
+    `window`. Policies without a budget are left out where the window is as long as what is kept. Raises UserError where runs were measured with two windows.
     """
     import pandas as pd
 
     frames = []
     for name, samples in panels.items():
         measured = samples[samples[SHARE].notna()]
+        if (measured[WINDOW] == "same").all():  # which is all that there is, for a cache that keeps everything
+            measured = measured[measured["budget"].notna()]
         windows = sorted(measured[WINDOW].astype(str).unique())
         if len(windows) > 1:
             raise UserError(
@@ -38,11 +40,11 @@ def recency_points(panels: Panels) -> pd.DataFrame:
         points = budget_points({name: measured}, SHARE)
         panel = ", ".join(filter(None, (name, "against budget")))
         frames.append(points.assign(panel=panel, layer=float("nan"), window=windows[0]))
-        for point in points.to_dict("records"):
+        for point in points[points["budget"].notna()].to_dict("records"):
             policy, budget = point["policy"], text_of(point["budget"])
             mine = measured["policy"].astype(str).eq(policy) & texts_of(measured["budget"]).eq(budget)
             shares = pd.DataFrame(measured.loc[mine, LAYERS].tolist()).mean()
-            panel = ", ".join(filter(None, (name, "without a budget" if budget == "none" else f"budget {budget}")))
+            panel = ", ".join(filter(None, (name, f"budget {budget}")))
             rows = pd.DataFrame({"layer": shares.index.astype(float), "value": shares.to_numpy()})
             rest = {key: value for key, value in point.items() if key not in ("value", "low", "high", "panel")}
             frames.append(rows.assign(**rest, panel=panel, window=windows[0]))
@@ -77,8 +79,9 @@ def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
             budget_ticks(axes, here)
             axes.set_xlabel(BUDGET)
     for axes in all_axes[:: 2 if len(names) == 4 else 3]:
-        axes.set_ylabel(f"kept entries inside {size} (%)")
+        axes.set_ylabel("kept entries inside the window (%)")
     legend(figure, all_axes, drawn)
+    title = f"{title}\nshare of the kept entries that lie inside {size}"
     figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize=10)
     return figure
 
