@@ -20,8 +20,11 @@ EVERY = 32
 
 @dataclass
 class RecencyCount:
-    """What was found in one row. steps: decode steps so far. moments: how many of them were looked at. inside: `[layers,
-    sets]` float64, the sums over moments of the share inside the window; counts: moments at which a head kept any."""
+    """What was found in one row.
+
+    steps: decode steps so far. moments: how many of them were looked at. inside: `[layers, sets]` float64, the sums
+    over moments of the share inside the window. counts: the same shape, the moments at which a head kept any.
+    """
 
     steps: int = 0
     moments: int = 0

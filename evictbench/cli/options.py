@@ -47,8 +47,8 @@ Weights = Annotated[
 EachWeights = Annotated[
     str | None,
     typer.Option(
-        help="Weights of a learned policy: a folder or a hub id; several trainings, comma-separated, each a cell of its "
-        "own. Default: those that come with it."
+        help="Weights of a learned policy: a folder or a hub id; of several trainings, comma-separated: each is a cell "
+        "of its own. Default: those that come with it."
     ),
 ]
 Question = Annotated[

@@ -31,8 +31,8 @@ def plot(
     figures: Annotated[
         str | None,
         typer.Option(
-            help="Of runs: budget, bytes, fidelity, errors, perplexity, answers, recency; of a trace: latency, memory, retention, kept. "
-            "Default: all that there is data for."
+            help="Of runs: budget, bytes, fidelity, errors, perplexity, answers, recency; of a trace: latency, memory, "
+            "retention, kept. Default: all that there is data for."
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="score, or another metric of the tasks (kl, agreement, ...).")] = "score",

@@ -133,6 +133,7 @@ class ModelRunner:
         tokens whose logits are wanted, 0 for all.
         """
         device = self.model.device
+        decodes = cache.prompt_done and len(tokens[0]) == 1
         input_ids = torch.tensor(tokens, device=device)
         position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
         output = self.model(
@@ -142,7 +143,7 @@ class ModelRunner:
             logits_to_keep=keep,
             **{self.cache_argument: cache},
         )
-        if self.recency is not None and input_ids.shape[1] == 1 and cache.prompt_done:
+        if decodes and self.recency is not None:
             self.recency.count(cache)
         logits: Tensor = output.logits
         return logits

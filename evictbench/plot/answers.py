@@ -45,13 +45,15 @@ def answer_points(panels: Panels) -> pd.DataFrame:
     rows = []
     for panel, samples in panels.items():
         right, lengths = _full_right(samples, panel)
-        keys = pd.MultiIndex.from_arrays([samples["task"].astype(str), samples["doc_id"]])
-        there = samples[keys.isin(right)]
+        documents = pd.MultiIndex.from_arrays([samples["task"].astype(str), samples["doc_id"]])
+        there = samples[documents.isin(right)]
         for point in budget_points({panel: there}).to_dict("records"):
             policy, budget = point["policy"], point["budget"]
             mine = there["policy"].astype(str).eq(policy) & texts_of(there["budget"]).eq(text_of(budget))
             kept = {name: point[name] for name in ("panel", "policy", "budget", "entries")}
-            rows.append(kept | _row(there[mine], lengths) | {name: point[name] for name in ("seen", "tasks", "documents")})
+            rows.append(
+                kept | _row(there[mine], lengths) | {name: point[name] for name in ("seen", "tasks", "documents")}
+            )
     return pd.DataFrame(rows)
 
 

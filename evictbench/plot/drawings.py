@@ -12,7 +12,7 @@ from evictbench.errors import UserError
 from evictbench.plot import data, figures, trace
 from evictbench.plot.answers import answer_panels, answer_points, has_lost_answers
 from evictbench.plot.perplexity import NEEDS, perplexity_points
-from evictbench.plot.recency import SHARE, recency_points, recency_shares
+from evictbench.plot.recency import SHARE, WINDOW, recency_points, recency_shares
 from evictbench.plot.request import OF_RUNS, Drawing, PlotRequest
 from evictbench.plot.trainings import with_trainings
 from evictbench.store import select
@@ -126,7 +126,7 @@ def _group_drawings(
     if names is None:
         names = [name for name in OF_RUNS if there.get(name, True)]
     for name in names:
-        if name in LACKS and not there[name]:
+        if name in LACKS and not there[name] and not (name == "recency" and have(panels, SHARE)):
             raise UserError(f"{suite} has {LACKS[name]}")
     title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
     trainings = _trainings(panels) if request.trainings else ""
@@ -184,17 +184,19 @@ def _trainings(panels: Mapping[str, pd.DataFrame]) -> str:
 def _measured(panels: Mapping[str, pd.DataFrame]) -> dict[str, bool]:
     """Whether the runs have what a figure shows, for each figure that not all runs have numbers for."""
 
-    def have(*columns: str) -> bool:
-        return all(name in part and part[name].notna().any() for part in panels.values() for name in columns)
-
-    compared = have("metric_kl", "metric_ppl_ratio")
+    compared = have(panels, "metric_kl", "metric_ppl_ratio")
     return {
         "fidelity": compared,
         "errors": not compared,
-        "perplexity": have(*(f"metric_{name}" for name in NEEDS)),
+        "perplexity": have(panels, *(f"metric_{name}" for name in NEEDS)),
         "answers": not compared and all(map(has_lost_answers, panels.values())),
-        "recency": have(SHARE),
+        "recency": have(panels, SHARE) and all(part[WINDOW].nunique() == 1 for part in panels.values()),
     }
+
+
+def have(panels: Mapping[str, pd.DataFrame], *columns: str) -> bool:
+    """Whether samples of every panel have these columns."""
+    return all(name in part and part[name].notna().any() for part in panels.values() for name in columns)
 
 
 def _draw_answers(frame: pd.DataFrame, title: str) -> Figure:

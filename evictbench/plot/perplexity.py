@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from evictbench.plot.data import Panels, budget_points
@@ -32,9 +33,10 @@ def perplexity_points(panels: Panels) -> pd.DataFrame:
     for metric, title in PARTS.items():
         for name, samples in panels.items():
             points = budget_points({", ".join(filter(None, (name, title))): samples}, "nll")
-            rows = [_measured(samples, policy, budget, metric) for policy, budget in zip(
-                points["policy"], points["budget"], strict=True
-            )]
+            rows = [
+                _measured(samples, policy, budget, metric)
+                for policy, budget in zip(points["policy"], points["budget"], strict=True)
+            ]
             frames.append(points.assign(metric=metric, **pd.DataFrame(rows, index=points.index)))
     return pd.concat(frames, ignore_index=True)
 
@@ -42,7 +44,10 @@ def perplexity_points(panels: Panels) -> pd.DataFrame:
 def _measured(samples: pd.DataFrame, policy: str, budget: str | None, metric: str) -> dict[str, float | None]:
     """value, low, high, full and tokens of a policy and budget."""
     mine = samples["policy"].astype(str).eq(policy) & texts_of(samples["budget"]).eq(text_of(budget))
-    own = samples[mine & samples["metric_nll"].notna()].drop_duplicates(["task", "doc_id", "repeat"])
+    there = mine & samples["metric_nll"].notna() & (samples["output_tokens"] > 0)
+    own = samples[there].drop_duplicates(["task", "doc_id", "repeat"])
+    if own.empty:
+        return dict.fromkeys(("value", "low", "high", "full", "tokens"), math.nan)
     tokens = own["output_tokens"].astype(float)
     sums = own[["metric_nll", "metric_nll_full"]].mul(tokens, axis=0).assign(tokens=tokens)
     documents = sums.groupby([own["task"].astype(str), own["doc_id"]]).sum()

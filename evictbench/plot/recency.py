@@ -6,13 +6,24 @@ from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.plot.data import Panels, budget_points
-from evictbench.plot.style import BUDGET, budget_ticks, in_order, line_options, percent_axis, plot_styles
+from evictbench.plot.style import (
+    BUDGET,
+    budget_ticks,
+    in_order,
+    legend,
+    line_options,
+    new_figure,
+    percent_axis,
+    plot_styles,
+)
 from evictbench.store.select import text_of, texts_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from evictbench.policy.plot_style import PlotStyle
 
 SHARE, WINDOW, LAYERS = "recency_share", "recency_window", "recency_by_layer"
 """Columns of samples: the share, the window that it is of, and the shares of each layer."""
@@ -21,8 +32,10 @@ SHARE, WINDOW, LAYERS = "recency_share", "recency_window", "recency_by_layer"
 def recency_points(panels: Panels) -> pd.DataFrame:
     """Two views. `against budget`: one row per panel, policy and budget, the share of kept entries that lie inside the
     window, mean over the moments of each answer, layers and KV heads, with its 95% interval over documents. `budget
-    ...`: one panel for each budget, with a row for each `layer`. The columns are those of `budget_points`, `layer` and
-    `window`. Policies without a budget are left out where the window is as long as what is kept. Raises UserError where runs were measured with two windows.
+    ...`: one panel for each budget, with a row for each `layer`.
+
+    The columns are those of `budget_points`, `layer` and `window`. Policies without a budget are left out where the
+    window is as long as what is kept. Raises UserError where runs were measured with two windows.
     """
     import pandas as pd
 
@@ -55,8 +68,6 @@ def recency_points(panels: Panels) -> pd.DataFrame:
 
 def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
     """Share against budget, and against layer at each budget. A policy without a budget is a level line."""
-    from evictbench.plot.style import legend, new_figure
-
     names = list(dict.fromkeys(frame["panel"]))
     figure, all_axes = new_figure(len(names))
     drawn = plot_styles(frame["policy"])
@@ -67,7 +78,7 @@ def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
         by_layer = here["layer"].notna().any()
         for policy in in_order(here["policy"]):
             line = here[here["policy"] == policy].sort_values("layer" if by_layer else "entries")
-            _line(axes, line, "layer" if by_layer else "entries", policy, drawn)
+            _line(axes, line, "layer" if by_layer else "entries", policy, drawn[policy])
         axes.set_title(name)
         axes.set_ylim(0, 1.04)
         percent_axis(axes.yaxis)
@@ -86,8 +97,8 @@ def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _line(axes: Axes, line: pd.DataFrame, x: str, policy: str, drawn: dict) -> None:  # type: ignore[type-arg]
-    style = drawn[policy]
+def _line(axes: Axes, line: pd.DataFrame, x: str, policy: str, style: PlotStyle) -> None:
+    """A policy's line with its intervals, or a level line for one without a budget."""
     if line[x].isna().all():
         axes.axhline(float(line["value"].iloc[0]), color=style.colour, linewidth=1.2, label=policy)
         return

@@ -23,8 +23,10 @@ COUNTS = ("tasks", "documents")
 def with_trainings(make: Callable[[Panels], pd.DataFrame], panels: Panels, metric: str = "score") -> pd.DataFrame:
     """The numbers that `make` finds in each training alone, with one row for all trainings of a policy and budget.
 
-    panels: samples of `evictbench.store.trainings.as_one_row`. make: of a figure. metric: of its `value`, where its rows
-    name none. Rows of several trainings hold means; `sd` is the standard deviation (n - 1) of `value`, `wrong_sd` of
+    panels: samples of `evictbench.store.trainings.as_one_row`. make: of a figure. metric: of its `value`, where its
+    rows name none.
+
+    Rows of several trainings hold means; `sd` is the standard deviation (n - 1) of `value`, `wrong_sd` of
     `wrong` and so on; low and high are the 95% interval whose units are the trainings. `trainings` says how many, and
     is null for policies that are not trained. Rows of one training stay as they are, with documents as the units.
     """
@@ -50,6 +52,8 @@ def with_trainings(make: Callable[[Panels], pd.DataFrame], panels: Panels, metri
 
 def _numbers(samples: pd.DataFrame) -> pd.Series:
     """The number of each sample's training among those of its policy, from 0; -1 where there is none."""
+    import pandas as pd
+
     rows = samples[["policy", TRAINING]].astype(str).drop_duplicates()
     trained = rows[rows[TRAINING] != ""].sort_values(["policy", TRAINING])
     places = {
@@ -58,8 +62,6 @@ def _numbers(samples: pd.DataFrame) -> pd.Series:
         for place, row in enumerate(of_policy.itertuples())
     }
     keys = list(zip(samples["policy"].astype(str), samples[TRAINING].astype(str), strict=True))
-    import pandas as pd
-
     return pd.Series([places.get(key, -1) for key in keys], index=samples.index)
 
 

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from evictbench.stats.intervals import CONFIDENCE, Interval
 
+LARGEST = 709.0
+"""The largest number whose exponential a float holds."""
+
 Estimate = tuple[float, Interval | None]
 """A value, and its 95% interval; None for fewer than two documents."""
 
@@ -23,7 +26,7 @@ def perplexity(nll: Sequence[float], tokens: Sequence[float]) -> Estimate:
     """
     mean = _over_tokens(nll, tokens)
     half = _half_width(_shares(nll, tokens, mean))
-    return math.exp(mean), None if half is None else (math.exp(mean - half), math.exp(mean + half))
+    return math.exp(mean), None if half is None else (math.exp(mean - half), math.exp(min(mean + half, LARGEST)))
 
 
 def perplexity_increase(nll: Sequence[float], other: Sequence[float], tokens: Sequence[float]) -> Estimate:

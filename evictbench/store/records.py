@@ -28,6 +28,9 @@ LARGEST = 2**53
 MOST = 1e300
 """The largest measured number."""
 
+MOST_NLL = 700.0
+"""The largest negative log-likelihood of a token, in nats: the perplexity has to be a number that a float holds."""
+
 Name = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -42,8 +45,8 @@ METRICS: Mapping[str, tuple[float, float]] = {
     "agreement": (0, 1),
     "kl": (-1e-3, MOST),
     **{f"kl_q{quarter}": (-1e-3, MOST) for quarter in (1, 2, 3, 4)},
-    "nll": (-1e-3, MOST),
-    "nll_full": (-1e-3, MOST),
+    "nll": (-1e-3, MOST_NLL),
+    "nll_full": (-1e-3, MOST_NLL),
     "ppl_ratio": (0, MOST),
 }
 """Least and largest value of metrics that the suites write; others may be any number. What cannot be below 0 can come

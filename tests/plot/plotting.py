@@ -1,4 +1,4 @@
-"""Figures of a folder, drawn and by their name."""
+"""Figures of a folder by their name."""
 
 from evictbench.plot.drawings import drawings
 from evictbench.plot.request import PlotRequest
@@ -6,12 +6,12 @@ from evictbench.store.select import Filters
 
 
 def drawn_figures(folder, names=None, where=(), each_protocol=True, **changes):
-    """The drawings, by the figure's name; each is drawn once, so that what cannot be fails."""
+    """The drawings, by the figure's name. One that was asked for is drawn too, so that what cannot be drawn fails."""
     request = PlotRequest(folder, filters=Filters(where=tuple(where)), each_protocol=each_protocol, **changes)
     found = {
         drawing.name.partition("-")[0]: drawing
         for drawing in drawings(request, None if names is None else [names], lambda sentence: None)
     }
-    for drawing in found.values():
-        drawing.figure()
+    if names is not None:
+        found[names].figure()
     return found

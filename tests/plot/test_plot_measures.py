@@ -35,6 +35,7 @@ def write_compared(root):
 
 def test_perplexity_is_over_all_tokens_beside_the_full_caches(tmp_path):
     write_compared(tmp_path)
+    drawn_figures(tmp_path, "perplexity")
     frame = perplexity_points({"": read(tmp_path)}).set_index("panel")
     ppl, full = math.exp((36 + 30) / 40), math.exp((30 + 20) / 40)
     assert frame.loc["perplexity", "value"] == pytest.approx(ppl)
@@ -95,6 +96,12 @@ def test_without_the_full_cache_nobody_knows_what_was_right(tmp_path):
     write_run(tmp_path / "b", FULL, policy="full", budget=None)
     write_run(tmp_path / "b", EVICTED)
     assert "answers" in drawn_figures(tmp_path / "b")
+    write_compared(tmp_path / "c")
+    assert {"perplexity", "fidelity"} <= drawn_figures(tmp_path / "c").keys()
+    with pytest.raises(UserError, match="evictbench run --recency"):
+        drawn_figures(tmp_path / "b", "recency")
+    with pytest.raises(UserError, match="no log-likelihoods"):
+        drawn_figures(tmp_path / "b", "perplexity")
 
 
 def recency(share, by_layer, window="same"):
@@ -117,6 +124,7 @@ def test_recency_against_budget_and_by_layer(tmp_path):
     assert layers["value"].tolist() == pytest.approx([0.6, 0.6])
     assert "full" not in set(frame["policy"])
     assert "recency" in drawn_figures(tmp_path)
+    drawn_figures(tmp_path, "recency")
     write_run(tmp_path, [sample(0, 1.0, **recency(0.2, [0.2, 0.2], "96"))], policy="tova")
     with pytest.raises(UserError, match="two windows, 96 and same"):
         recency_points({"": read(tmp_path)})
