@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from evictbench.cache.base import KVCache
 
 SAME = "same"
@@ -59,6 +58,8 @@ class RecencyWindow:
                 self._look(cache, index, row.seen, count)
 
     def _look(self, cache: KVCache, index: int, seen: int, count: RecencyCount) -> None:
+        import torch  # whoever checks options needs none of it
+
         shares, kept_any = zip(
             *(self._inside(cache.kept(layer, index), seen) for layer in range(cache.shape.layers)), strict=True
         )
@@ -71,6 +72,6 @@ class RecencyWindow:
         """The share of each set's positions `[sets, held]` inside the window, and 1 where there are any, `[sets]`."""
         real = kept >= 0
         held = real.sum(-1)
-        first = seen - (held if self.length == SAME else torch.full_like(held, int(self.length)))
+        first = seen - (held if self.length == SAME else held.new_full(held.shape, int(self.length)))
         inside = (real & (kept >= first[:, None])).sum(-1)
         return inside.double() / held.clamp(min=1), (held > 0).double()

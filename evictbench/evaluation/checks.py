@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from evictbench import registry
+from evictbench.cache.recency import SAME, RecencyWindow
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
@@ -13,9 +13,6 @@ from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
 from evictbench.suite.spec import Suite
-
-if TYPE_CHECKING:
-    from evictbench.cache.recency import RecencyWindow
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,6 @@ def _recency(settings: RunSettings) -> RecencyWindow | None:
     """The window of --recency. UserError for what is none."""
     if settings.recency is None:
         return None
-    from evictbench.cache.recency import SAME, RecencyWindow
-
     if settings.recency == SAME:
         return RecencyWindow()
     try:

@@ -1,6 +1,7 @@
 """What a sweep shows, and what its command refuses."""
 
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from evictbench.cli import sweep as sweep_command
 from evictbench.cli.sweep import SweepOptions, sweep_and_show
-from evictbench.cli.sweep_output import SweepTable, live_table, status_line
+from evictbench.cli.sweep_output import SweepTable, live_table, result_table, status_line
 from evictbench.errors import UserError
 from evictbench.store import run_folder
 from evictbench.sweep.grid import grid_cells, parse_grid
@@ -237,3 +238,21 @@ def test_gpus_are_dealt_to_workers(monkeypatch):
     ):
         with pytest.raises(UserError, match=sentence):
             worker_devices(device, gpus)
+
+
+def test_trainings_end_with_a_row_of_mean_and_deviation(cells):
+    """Scores of .2 and .6: their deviation with n - 1 is .28, and two trainings say next to nothing of their mean."""
+    _, first, *rest = cells
+    second = copy.copy(first)
+    for cell, weights, score in ((first, "a", 0.2), (second, "b", 0.6)):
+        cell.plan = dataclasses.replace(cell.plan, settings=dataclasses.replace(cell.plan.settings, weights=weights))
+        cell.summary = {"mean": {"score": score, "interval": None, "occupancy_mean": 16.0, "cache_bytes": 2000}}
+        cell.state = "done"
+    table = text_of(result_table([first, second, *rest]))
+    (line,) = [line for line in table.splitlines() if "±" in line]
+    assert "40.0 ± 28.3" in line
+    assert "0.0-100.0" in line
+    assert "2 trainings" in line
+    assert [line.split()[-1] for line in table.splitlines() if first.policy in line][:2] == ["a", "b"]
+    assert first.title.endswith("on toy, weights a")
+    assert "±" not in text_of(result_table(cells[2:]))
