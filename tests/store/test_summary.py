@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 
 import pytest
 from rich.console import Console
