@@ -48,7 +48,9 @@ COSTS: tuple[Column, ...] = (
 
 PERPLEXITY: Column = (
     "perplexity",
-    lambda row: f"{row['perplexity']['value']:.4g} (full {row['perplexity']['full']:.4g})" if row["perplexity"] else "",
+    lambda row: (
+        f"{row['perplexity']['value']:.4g} (full {row['perplexity']['full']:.4g})" if row.get("perplexity") else ""
+    ),
 )
 
 LEGEND = (

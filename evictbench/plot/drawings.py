@@ -160,8 +160,9 @@ def _group_drawings(
                 partial(figures.against_budget, metric="", title=title),
             )
         elif name == "perplexity":
-            draw = partial(figures.against_budget, metric="", title=title)
-            yield Drawing(file, title, numbers(perplexity_points), draw)
+            yield Drawing(
+                file, title, numbers(perplexity_points), partial(figures.against_budget, metric="", title=title)
+            )
         elif name == "answers":
             yield Drawing(file, title, numbers(answer_points), partial(_draw_answers, title=title))
         elif name == "recency":

@@ -68,6 +68,8 @@ def recency_points(panels: Panels) -> pd.DataFrame:
 
 def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
     """Share against budget, and against layer at each budget. A policy without a budget is a level line."""
+    from matplotlib.ticker import MaxNLocator
+
     names = list(dict.fromkeys(frame["panel"]))
     figure, all_axes = new_figure(len(names))
     drawn = plot_styles(frame["policy"])
@@ -84,7 +86,7 @@ def recency_shares(frame: pd.DataFrame, title: str) -> Figure:
         percent_axis(axes.yaxis)
         if by_layer:
             axes.set_xlabel("layer")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
             axes.set_xscale("log", base=2)
             budget_ticks(axes, here)

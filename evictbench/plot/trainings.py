@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evictbench.plot.data import Panels, ordered
@@ -97,7 +97,7 @@ def _with_interval(frame: pd.DataFrame) -> list[tuple[str, str, str, str]]:
     return ([("value", "low", "high", "sd")] if "low" in frame else []) + found
 
 
-def _columns(whole: pd.DataFrame, rows: list[Mapping[str, Any]]) -> list[str]:
+def _columns(whole: pd.DataFrame, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The columns in order: each standard deviation before its interval, the number of trainings at the end."""
     columns = [str(name) for name in whole if name != "trainings"]
     for _, low, _, deviation in _with_interval(whole):

@@ -128,7 +128,7 @@ def _perplexity(lines: Sequence[Line]) -> dict[str, Any] | None:
     """The perplexity over all tokens of the lines, of each document's repeats together; None if one has none."""
     documents: dict[tuple[str, int], list[float]] = {}
     for line in lines:
-        metrics, tokens = line["metrics"], line["output_tokens"]
+        metrics, tokens = line.get("metrics", {}), line["output_tokens"]
         if "nll" not in metrics or "nll_full" not in metrics or not tokens:
             return None
         sums = documents.setdefault((line["task"], line["doc_id"]), [0.0, 0.0, 0.0])
