@@ -208,6 +208,11 @@ def _metric_column(name: str) -> Column:
     return name, cell
 
 
+def _perplexity(measured: Mapping[str, Any] | None) -> str:
+    """ "2.58 (full 2.57)"; "" where nothing was measured."""
+    return f"{measured['value']:.4g} (full {measured['full']:.4g})" if measured else ""
+
+
 def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     from rich import box
     from rich.table import Table

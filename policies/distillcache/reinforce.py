@@ -13,11 +13,11 @@ Deviations:
   50%, where the returns of a text's samples spread by 1.8, 1.2 and .6. The bonus is then as large as the signal. In the
   bundled weights' training entropy rises and KL rises with it at 12.5 and 25%; the paper (F.1) reports that entropy
   falls. `bonus=mean` divides each choice's surprise by the entries that it evicts: a weight per entry, the same for a
-  cut as for a later choice, which evicts one. Seen in 40 steps that went on from the bundled weights (25% of 512 tokens,
-  horizon 16, 4 samples, lr 1e-3, one seed, the same texts): with `sum`, surprise rises from .41 to .55 an entry (means
-  of the first and last ten steps), with `mean` it falls from .34 to .27; KL of the samples in the last ten is .32 and
-  .19, of the greedy choice on six held-out texts .233 and .207. One seed and six texts decide nothing, so that the
-  default is as published.
+  cut as for a later choice, which evicts one.
+  Seen in 40 steps that went on from the bundled weights (25% of 512 tokens, horizon 16, 4 samples, lr 1e-3, one seed,
+  the same texts): with `sum`, surprise rises from .41 to .55 an entry (means of the first and last ten steps), with
+  `mean` it falls from .34 to .27; KL of the samples in the last ten is .32 and .19, of the greedy choice on six
+  held-out texts .233 and .207. One seed and six texts decide nothing, so that the default is as published.
 - `features=` trains without some features, for the paper's table 10: their weights in the first layer are 0.
 - The bundled weights do not start fresh: `start` were weights of the supervised training with `target=set` (2,000
   steps), of which the paper has nothing. Its rankers begin untrained and have 10,000 steps; ours had 240.
