@@ -46,12 +46,7 @@ COSTS: tuple[Column, ...] = (
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
 
-PERPLEXITY: Column = (
-    "perplexity",
-    lambda row: (
-        f"{row['perplexity']['value']:.4g} (full {row['perplexity']['full']:.4g})" if row.get("perplexity") else ""
-    ),
-)
+PERPLEXITY: Column = ("perplexity", lambda row: _perplexity(row.get("perplexity")))
 
 LEGEND = (
     "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
