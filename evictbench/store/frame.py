@@ -36,6 +36,13 @@ RUN_COLUMNS = {
 }
 """Columns that are the same for every sample of a run."""
 
+RECENCY_COLUMNS = {
+    "recency_share": "share of the kept entries inside a recency window",
+    "recency_window": "the tokens of that window; same: as many as a head keeps",
+    "recency_by_layer": "the share of each layer, a list",
+}
+"""Columns that are there where a run has measured them (--recency)."""
+
 COLUMNS = RUN_COLUMNS | {
     "task": "task",
     "task_version": "version of the task",
@@ -62,9 +69,7 @@ COLUMNS = RUN_COLUMNS | {
     "decode_seconds": "seconds of decoding, this row's share",
     "decode_steps": "forward passes of decoding",
     "session": "number of the session in run.json (versions, device, commit) that made the sample",
-    "recency_share": "share of the kept entries inside a recency window, with --recency",
-    "recency_window": "the tokens of that window; same: as many as a head keeps",
-    "recency_by_layer": "the share of each layer, a list",
+    **RECENCY_COLUMNS,
 }
 """The columns of `evictbench.results(...)`, and what each holds."""
 

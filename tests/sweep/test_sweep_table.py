@@ -253,6 +253,7 @@ def test_trainings_end_with_a_row_of_mean_and_deviation(cells):
     assert "40.0 ± 28.3" in line
     assert "0.0-100.0" in line
     assert "2 trainings" in line
-    assert [line.split()[-1] for line in table.splitlines() if first.policy in line][:2] == ["a", "b"]
+    mine = [line.split() for line in table.splitlines() if line.split()[1:3] == [first.policy, first.budget]]
+    assert [words[-1] for words in mine] == ["a", "b", "units"]
     assert first.title.endswith("on toy, weights a")
     assert "±" not in text_of(result_table(cells[2:]))
