@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from evictbench.cache.recency import RecencyCount
     from evictbench.policy.budget import Budget
     from evictbench.policy.ragged import HeadBudgetPolicy
 
@@ -93,7 +94,7 @@ class Sequence:
     freed_slot: one of the slots in use is free, because decode has evicted an entry from it; the next token takes it.
     labels: of every layer `[kv_heads, tokens]`, from a dense run; None where the policy needs none.
     occupancy: what its decode queries saw. threshold: what a `RaggedPolicy` allotted to it. budget: under a
-    `HeadBudgetPolicy`, what its budget comes to.
+    `HeadBudgetPolicy`, what its budget comes to. recency: how recent what it keeps is, where somebody counts.
     """
 
     seen: int = 0
@@ -104,3 +105,4 @@ class Sequence:
     occupancy: Occupancy = field(default_factory=Occupancy)
     threshold: float = 1.0
     budget: RowBudget | None = None
+    recency: RecencyCount | None = None

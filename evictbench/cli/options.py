@@ -46,6 +46,13 @@ Weights = Annotated[
     str | None,
     typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
 ]
+EachWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of a learned policy: a folder or a hub id; of several trainings, comma-separated: each is a cell "
+        "of its own. Default: those that come with it."
+    ),
+]
 Question = Annotated[
     str,
     typer.Option(help="Is the question there while the context is compressed? seen, unseen, default."),
@@ -91,6 +98,22 @@ Haystack = Annotated[Path | None, typer.Option(help="Essay haystack: a text file
 Out = Annotated[Path, typer.Option(help="Folder for results.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+Recency = Annotated[
+    str | None,
+    typer.Option(
+        help="Also measure which share of the kept entries a window of the last tokens would keep: a number of tokens, "
+        "or same (as many as are kept)."
+    ),
+]
+
+Trainings = Annotated[
+    bool,
+    typer.Option(
+        "--trainings",
+        help="Runs that differ in a learned policy's weights alone are one row: mean and standard deviation over its "
+        "trainings.",
+    ),
 ]
 
 OnlySuites = Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")]

@@ -31,8 +31,8 @@ def plot(
     figures: Annotated[
         str | None,
         typer.Option(
-            help="Of runs: budget, bytes, fidelity, errors; of a trace: latency, memory, retention, kept. "
-            "Default: all that there is data for."
+            help="Of runs: budget, bytes, fidelity, errors, perplexity, answers, recency; of a trace: latency, memory, "
+            "retention, kept. Default: all that there is data for."
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="score, or another metric of the tasks (kl, agreement, ...).")] = "score",
@@ -51,6 +51,7 @@ def plot(
     paired: Annotated[
         bool, typer.Option("--paired", help="Only documents that every policy and budget has answered.")
     ] = False,
+    trainings: options.Trainings = False,
     form: Annotated[
         str, typer.Option("--format", help="Pictures: png, svg; the same numbers as text: table, csv, latex, markdown.")
     ] = "png,svg",
@@ -88,6 +89,7 @@ def report(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
     ] = None,
+    trainings: options.Trainings = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:

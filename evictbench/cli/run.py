@@ -47,6 +47,8 @@ COSTS: tuple[Column, ...] = (
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
 
+PERPLEXITY: Column = ("perplexity", lambda row: _perplexity(row.get("perplexity")))
+
 LEGEND = (
     "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
     "cut off: answers stopped by the token limit or inside their thought; in a loop: answers that end in one; "
@@ -168,7 +170,8 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
         tables = [_table(summary, scores), _table(summary, COSTS)]
     names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
     if names:
-        tables.append(_table(summary, [_metric_column(name) for name in names]))
+        perplexity = [PERPLEXITY] if summary["mean"].get("perplexity") else []
+        tables.append(_table(summary, [*(_metric_column(name) for name in names), *perplexity]))
     if identity := summary.get("identity"):
         protocol = identity["protocol"]
         modes = [] if identity["budget"] is None else [protocol["prefill"]]
@@ -204,6 +207,11 @@ def _metric_column(name: str) -> Column:
         return f"{metric['mean']:.4g}{interval}"
 
     return name, cell
+
+
+def _perplexity(measured: Mapping[str, Any] | None) -> str:
+    """ "2.58 (full 2.57)"; "" where nothing was measured."""
+    return f"{measured['value']:.4g} (full {measured['full']:.4g})" if measured else ""
 
 
 def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:

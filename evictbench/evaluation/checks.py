@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evictbench import registry
+from evictbench.cache.recency import SAME, RecencyWindow
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
-from evictbench.numerals import check_count, check_seed
+from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
 from evictbench.suite.spec import Suite
@@ -18,13 +19,14 @@ from evictbench.suite.spec import Suite
 class Checked:
     """What the names and numbers of a run's settings stand for.
 
-    budget: None for a policy that takes none.
+    budget: None for a policy that takes none. recency: the window by which the run counts how recent what is kept is.
     """
 
     chosen: registry.ChosenPolicy
     suite: Suite
     protocol: protocol.ChosenProtocol
     budget: Budget | None
+    recency: RecencyWindow | None = None
 
     @property
     def context(self) -> int | None:
@@ -56,6 +58,7 @@ def check(settings: RunSettings) -> Checked:
         suite=suite,
         protocol=chosen_protocol,
         budget=None if budget is None else chosen_protocol.budget(budget),
+        recency=_recency(settings),
     )
     _check_folders(settings)
     return checked
@@ -89,6 +92,24 @@ def _check_options(settings: RunSettings) -> None:
     for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
         check_count(name.replace("_", "-"), getattr(settings, name))
     check_seed(settings.seed)
+
+
+def _recency(settings: RunSettings) -> RecencyWindow | None:
+    """The window of --recency. UserError for what is none."""
+    if settings.recency is None:
+        return None
+    if settings.recency == SAME:
+        return RecencyWindow()
+    try:
+        length = read_whole(settings.recency)
+    except ValueError:
+        length = 0
+    if length < 1:
+        raise UserError(
+            f"--recency takes the number of last tokens that the window has, or {SAME}, as many as a head keeps, and "
+            f"not {shown(settings.recency)!r}."
+        )
+    return RecencyWindow(length)
 
 
 def _check_folders(settings: RunSettings) -> None:

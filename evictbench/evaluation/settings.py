@@ -57,6 +57,7 @@ class RunSettings:
     haystack: Path | None = None
     out: Path = Path("results/runs")
     trust_remote_code: bool = False
+    recency: str | None = None
 
     def command(self, **changes: Any) -> str:
         """The command line that runs these settings with `changes` made to them. Defaults are left out."""

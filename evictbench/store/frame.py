@@ -37,6 +37,13 @@ RUN_COLUMNS = {
 }
 """Columns that are the same for every sample of a run."""
 
+RECENCY_COLUMNS = {
+    "recency_share": "share of the kept entries inside a recency window",
+    "recency_window": "the tokens of that window; same: as many as a head keeps",
+    "recency_by_layer": "the share of each layer, a list",
+}
+"""Columns that are there where a run has measured them (--recency)."""
+
 COLUMNS = RUN_COLUMNS | {
     "task": "task",
     "task_version": "version of the task",
@@ -63,6 +70,7 @@ COLUMNS = RUN_COLUMNS | {
     "decode_seconds": "seconds of decoding, this row's share",
     "decode_steps": "forward passes of decoding",
     "session": "number of the session in run.json (versions, device, commit) that made the sample",
+    **RECENCY_COLUMNS,
 }
 """The columns of `evictbench.results(...)`, and what each holds."""
 
@@ -242,10 +250,23 @@ def _table(samples: Sequence[Mapping[str, Any]], text: bool) -> pa.Table:
 
     there = {name for sample in samples for name in sample} - (set() if text else {"text", "answer"})
     columns = {name: _column([sample.get(name) for sample in samples], TYPES[name]) for name in TYPES if name in there}
+    if any("recency" in sample for sample in samples):
+        columns |= _recency([sample.get("recency", {}) for sample in samples])
     for name in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         if name != "score":  # the score has its own column
             columns[METRIC + name] = _column([sample["metrics"].get(name) for sample in samples], "float64")
     return pa.table(columns)
+
+
+def _recency(records: Sequence[Mapping[str, Any]]) -> dict[str, pa.Array]:
+    """The columns of how recent the kept entries were; null for samples without it."""
+    import pyarrow as pa
+
+    return {
+        "recency_share": _column([record.get("share") for record in records], "float64"),
+        "recency_window": _column([record.get("window") for record in records], "string"),
+        "recency_by_layer": pa.array([record.get("by_layer") for record in records], pa.list_(pa.float64())),
+    }
 
 
 def _column(values: Sequence[Any], kind: str) -> pa.Array:

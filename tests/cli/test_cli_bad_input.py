@@ -71,6 +71,8 @@ LIGHT = [
     ((*GOOD, "--repeats", "4"), "Greedy answers are the same every time"),
     ((*GOOD, "--top-p", "0.9"), "the protocol default of toy is greedy, where --top-p would do nothing"),
     ((*GOOD, "--thinking", "maybe"), "Unknown value 'maybe' of --thinking: there are auto, off, on."),
+    ((*GOOD, "--recency", "0"), "or same, as many as a head keeps, and not '0'"),
+    ((*GOOD, "--recency", "sme"), "--recency takes the number of last tokens"),
     (("--policy", "h2o"), "--suite"),
 ]
 

@@ -36,7 +36,9 @@ def test_pictures_of_all_there_is(plot, grid, tmp_path):
     out = tmp_path / "new" / "plots"
     code, said, err = plot(grid, "--out", out)
     assert (code, err) == (0, "")
-    names = {f"{figure}-ruler-tiny.{form}" for figure in ("budget", "bytes", "errors") for form in ("png", "svg")}
+    names = {
+        f"{figure}-ruler-tiny.{form}" for figure in ("budget", "bytes", "errors", "answers") for form in ("png", "svg")
+    }
     assert {file.name for file in out.iterdir()} == names
     assert all(name in said for name in names)
     assert (out / "budget-ruler-tiny.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,77 @@
+"""How much of what a cache keeps lies inside a recency window, counted while rows decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from evictbench.cache.base import KVCache
+
+SAME = "same"
+"""The window that is as long as what a head keeps."""
+
+EVERY = 32
+"""Decode steps from one moment at which the kept positions are looked at to the next."""
+
+
+@dataclass
+class RecencyCount:
+    """What was found in one row.
+
+    steps: decode steps so far. moments: how many of them were looked at. inside: `[layers, sets]` float64, the sums
+    over moments of the share inside the window. counts: the same shape, the moments at which a head kept any.
+    """
+
+    steps: int = 0
+    moments: int = 0
+    inside: Tensor | None = None
+    counts: Tensor | None = None
+
+    def shares(self) -> Tensor:
+        """`[layers, sets]` float64, the mean over moments; NaN for a head that never kept anything."""
+        assert self.inside is not None
+        assert self.counts is not None
+        return self.inside / self.counts
+
+
+@dataclass(frozen=True)
+class RecencyWindow:
+    """The window: so many last tokens, or "same", as many as a head keeps at that moment, each head its own number.
+
+    Entries of a head that are hidden from it count like those that it sees, and slots that stand for several entries
+    (centroids) do not count.
+    """
+
+    length: int | str = SAME
+    every: int = field(default=EVERY)
+
+    def count(self, cache: KVCache) -> None:
+        """Count one decode step of every row. It is looked at if it is the row's first, or `every` after the last."""
+        for index, row in enumerate(cache.rows):
+            count = row.recency = row.recency or RecencyCount()
+            due = count.steps % self.every == 0
+            count.steps += 1
+            if due:
+                self._look(cache, index, row.seen, count)
+
+    def _look(self, cache: KVCache, index: int, seen: int, count: RecencyCount) -> None:
+        import torch  # whoever checks options needs none of it
+
+        shares, kept_any = zip(
+            *(self._inside(cache.kept(layer, index), seen) for layer in range(cache.shape.layers)), strict=True
+        )
+        inside, counts = torch.stack(shares).cpu(), torch.stack(kept_any).cpu()
+        count.moments += 1
+        count.inside = inside if count.inside is None else count.inside + inside
+        count.counts = counts if count.counts is None else count.counts + counts
+
+    def _inside(self, kept: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+        """The share of each set's positions `[sets, held]` inside the window, and 1 where there are any, `[sets]`."""
+        real = kept >= 0
+        held = real.sum(-1)
+        first = seen - (held if self.length == SAME else held.new_full(held.shape, int(self.length)))
+        inside = (real & (kept >= first[:, None])).sum(-1)
+        return inside.double() / held.clamp(min=1), (held > 0).double()
