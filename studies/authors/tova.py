@@ -31,7 +31,6 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     from TOVA import TOVACache, enable_tova_caching
     from TOVA.src import tova_cache
 
-    torch.set_default_dtype(torch.float64)  # of masks, which would not hold float64's least number otherwise
     model = tiny_llama.build(case["kv_heads"], case["seed"])
     enable_tova_caching(model)
     positions = Positions(model, case["kv_heads"])
@@ -60,6 +59,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Write the numbers."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)  # of masks, which would not hold float64's least number otherwise
     folder = checkout("TOVA's own code on tiny models", FILES)
     sys.path[0] = str(folder.parent)
     head = header(REPOSITORY, COMMIT, LICENCE, "studies.authors.tova", folder, FILES)

@@ -7,42 +7,26 @@ from typing import Any
 import pytest
 import torch
 from ours import EQUAL, largest_difference, run
-from torch import Tensor
+from showing import showing
 
 from evictbench.policies.tova import TOVA
-from evictbench.policy import Step
 from studies.authors.recording import read
 
 CASES = read("tova/tova.json")[1]
 
 
-class Showing(TOVA):
-    """scores: of each layer and cut, by the position of an entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores: list[dict[int, float]] = []
-
-    def score(self, step: Step) -> Tensor:
-        score = super().score(step)
-        if step.cuts:
-            positions = step.positions[0, 0].tolist()
-            found = zip(positions, score[0, 0].tolist(), strict=True)
-            self.scores.append({position: number for position, number in found if position >= 0})
-        return score
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['kv_heads']} KV heads, {case['size']} entries")
 def test_sets_scores_and_logits_are_the_authors(case: dict[str, Any]) -> None:
     """Their cache holds `size` entries beside the next query's own, which our budget counts."""
-    policy = Showing()
+    policy = TOVA()
+    scores = showing(policy)
     ours = run(policy, case, case["size"] + 1, case["prompt"])
+    assert len(case["kept"]) == case["tokens"] - case["prompt"] + 1
     for seen, layers in case["kept"].items():
-        for layer, held in enumerate(layers):
-            assert ours.kept[int(seen)][layer] == [held] * case["kv_heads"], seen
+        assert ours.kept[int(seen)] == [[held] * case["kv_heads"] for held in layers], seen
     assert largest_difference(ours.logits[case["prompt"] - 1 :], case["logits"]) < EQUAL
     first, last = case["scores"].values()
     layers = len(first)
-    for shown, theirs in zip((*policy.scores[:layers], *policy.scores[-layers:]), (*first, *last), strict=True):
-        found = torch.tensor([number for _, number in sorted(shown.items())])
-        assert largest_difference(found, theirs) < EQUAL
+    for shown, theirs in zip((*scores[:layers], *scores[-layers:]), (*first, *last), strict=True):
+        (found,) = shown
+        assert largest_difference(torch.tensor([found[position] for position in sorted(found)]), theirs) < EQUAL
