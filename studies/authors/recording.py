@@ -32,7 +32,9 @@ def checkout(description: str, files: Iterable[str]) -> Path:
     return folder
 
 
-def header(repository: str, commit: str, licence: str, module: str, folder: Path, files: Iterable[str]) -> dict[str, Any]:
+def header(
+    repository: str, commit: str, licence: str, module: str, folder: Path, files: Iterable[str]
+) -> dict[str, Any]:
     """What a file of numbers begins with. files: those of the repository that were run, with git's hash of each."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}
     return {

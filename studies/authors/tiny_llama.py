@@ -33,11 +33,14 @@ def settings(kv_heads: int) -> dict[str, Any]:
     }
 
 
-def build(kv_heads: int, seed: int) -> Any:
-    """The LlamaForCausalLM of the installed transformers in float64, with the weights of a seed."""
+def build(kv_heads: int, seed: int, attention: str = "eager") -> Any:
+    """The LlamaForCausalLM of the installed transformers in float64, with the weights of a seed.
+
+    attention: transformers' name of its attention function.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), attn_implementation="eager")), seed)
+    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), attn_implementation=attention)), seed)
 
 
 def with_weights(model: Any, seed: int) -> Any:
