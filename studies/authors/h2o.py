@@ -90,7 +90,7 @@ def likelihood(case: dict[str, Any]) -> dict[str, Any]:
     tokens = torch.tensor([tiny_llama.text(case["tokens"], case["seed"])])
     output = model(tokens, output_attentions=True)
     kept = [[row[-1, :-1].nonzero().flatten() for row in probabilities[0]] for probabilities in output.attentions]
-    return {"logits": output.logits[0, :, : tiny_llama.SHOWN], "kept": {case["tokens"]: kept}}
+    return {"logits": output.logits[0, :, : tiny_llama.SHOWN], "kept": {case["tokens"] - 1: kept}}
 
 
 def _hiding(folder: str, case: dict[str, Any]) -> Any:

@@ -21,7 +21,7 @@ DIGITS = 10
 
 
 def checkout(description: str, files: Iterable[str]) -> Path:
-    """The folder that --checkout names, put first where Python imports from. Ends the process if a file is not in it."""
+    """The folder that --checkout names, put first where Python imports from. The process ends if a file is missing."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--checkout", type=Path, required=True, help="a checkout of the repository at the commit")
     folder: Path = parser.parse_args().checkout.resolve()

@@ -31,14 +31,15 @@ OPENING = """# Our policies and the authors' code
 
 Made by `python -m studies.authors.table` from `studies/authors/differences/`.
 
-For every method whose authors published code, a script in `studies/authors/` ran that code at the commit named below, \
-in an environment of its own, on tiny models and tensors that a seed makes. What it kept, its scores and its logits lie \
-under `tests/authors/data/` as numbers, and tests hold our policies to them. Each row below is one comparison: what the \
-authors do and what we do, how large the difference is, why it stays, and the test that holds it. Where there is no \
-public code, the rows are the points that the paper leaves open, and what we chose.
+For every method whose authors published code, a script in `studies/authors/` ran that code at the commit named \
+below, in an environment of its own, on tiny models and tensors that a seed makes. What it kept, its scores and its \
+logits lie under `tests/authors/data/` as numbers, and tests hold our policies to them. Each row below is one \
+comparison: what the authors do and what we do, how large the difference is, why it stays, and the test that holds it. \
+Where there is no public code, the rows are the points that the paper leaves open, and what we chose.
 
-A difference of logits is the largest absolute one on the tiny models of the tests, whose weights are float64. Authors' \
-code that takes its softmax in float32 is left to do so: differences below 1e-5 are of that kind, and called equal."""
+A difference of logits is the largest absolute one on the tiny models of the tests, whose weights are float64. \
+Authors' code that takes its softmax in float32 is left to do so; differences below 1e-5 are of that kind, and are \
+called equal."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Differences:
     """The comparisons of one policy.
 
     code: repositories with the commits that were run, none if there is no public code. licence: of each repository.
-    command: what writes the numbers again, None where there is no code.
+    command: what writes the numbers again, or where there is no code measures the sizes, if anything does.
     """
 
     policy: str
@@ -102,17 +103,18 @@ def read(path: Path) -> Differences:
         raise UserError(f"{path}: there is no policy {policy} in policies/.")
     code: tuple[str, ...] = ()
     licence: tuple[str, ...] = ()
-    command = None
+    command = None if content["command"] is None else _text(path, "command", content["command"])
     if content["code"] != "none":
         code = _texts(path, "code", content["code"])
         licence = _texts(path, "licence", content["licence"])
-        command = _text(path, "command", content["command"])
         if wrong := next((name for name in code if not COMMIT.fullmatch(name)), None):
             raise UserError(f"{path}: code is none, or like owner/name@0123abc, not {wrong!r}.")
         if len(code) != len(licence):
             raise UserError(f"{path}: {len(code)} repositories and {len(licence)} licences.")
-    elif content["licence"] is not None or content["command"] is not None:
-        raise UserError(f"{path}: without code there is neither licence nor command: both are null.")
+        if command is None:
+            raise UserError(f"{path}: command says what runs the code.")
+    elif content["licence"] not in (None, "none"):
+        raise UserError(f"{path}: without code there is no licence.")
     if not isinstance(content["items"], list) or not content["items"]:
         raise UserError(f"{path}: items is a list of at least one comparison.")
     items = tuple(_item(path, f"item {number}", item) for number, item in enumerate(content["items"], 1))
@@ -168,7 +170,7 @@ def _section(differences: Differences) -> Iterator[str]:
         named = ", ".join(f"{_code(code)} ({licence})" for code, licence in codes)
         yield f"Code: {named}. Again: `{differences.command}`."
     else:
-        yield "No public code."
+        yield "No public code." + (f" The sizes: `{differences.command}`." if differences.command else "")
     yield ""
     yield "| authors and we | size | reason | held by | source |"
     yield "|---|---|---|---|---|"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +21,18 @@ def of(code: str) -> list[dict[str, Any]]:
     return [case for case in CASES if case["code"] == code]
 
 
+def pairs(ours: Run, case: dict[str, Any]) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Of every pass, layer and head: the tokens seen, our set and theirs."""
+    for seen, layers in case["kept"].items():
+        for layer, heads in enumerate(layers):
+            for mine, theirs in zip(ours.kept[int(seen)][layer], heads, strict=True):
+                yield int(seen), mine, theirs
+
+
 def differing(ours: Run, case: dict[str, Any]) -> tuple[int, int]:
     """How many sets are not the authors', and how many were compared."""
-    pairs = [
-        (mine, theirs)
-        for seen, layers in case["kept"].items()
-        for layer, heads in enumerate(layers)
-        for mine, theirs in zip(ours.kept[int(seen)][layer], heads, strict=True)
-    ]
-    return sum(mine != theirs for mine, theirs in pairs), len(pairs)
+    equal = [mine == theirs for _, mine, theirs in pairs(ours, case)]
+    return equal.count(False), len(equal)
 
 
 @pytest.mark.parametrize("case", of("real_drop")[:3], ids=lambda case: f"{case['heavy']} and {case['recent']}")
@@ -55,11 +59,10 @@ def test_equal_halves_are_one_recent_entry_more_than_ours() -> None:
     entries = case["heavy"] + case["recent"] + 1
     ours = run(H2O(), case, entries, case["prompt"])
     assert H2O().recent(entries) - 1 == case["recent"] - 1
-    for seen, layers in case["kept"].items():
-        for mine, theirs in zip(sum(ours.kept[int(seen)], []), sum(layers, []), strict=True):
-            assert len(mine) == len(theirs)
-            assert mine[-7:] == theirs[-7:]
-            assert theirs[-8] == int(seen) - 8
+    for seen, mine, theirs in pairs(ours, case):
+        assert len(mine) == len(theirs)
+        assert mine[-7:] == theirs[-7:]
+        assert theirs[-8] == seen - 8
     assert differing(ours, case) == (102, 104)
 
 
@@ -78,10 +81,9 @@ def test_masked_generation_passes_over_one_entry() -> None:
     (case,) = of("masked")
     ours = run(H2O(), case, case["heavy"] + case["recent"], case["prompt"])
     assert differing(ours, case) == (3, 104)
-    for seen, layers in case["kept"].items():
-        for mine, theirs in zip(sum(ours.kept[int(seen)], []), sum(layers, []), strict=True):
-            assert int(seen) - case["recent"] not in theirs
-            assert set(mine) - set(theirs) <= {int(seen) - case["recent"]}
+    for seen, mine, theirs in pairs(ours, case):
+        assert seen - case["recent"] not in theirs
+        assert set(mine) - set(theirs) <= {seen - case["recent"]}
     assert largest_difference(ours.logits[case["prompt"] - 1 :], case["logits"]) == pytest.approx(0.00244, rel=1e-2)
 
 
@@ -89,9 +91,6 @@ def test_the_likelihood_code_looks_ahead() -> None:
     """Its heavy hitters are those of all queries of the text, later ones too, and the same for every query."""
     (case,) = of("likelihood")
     ours = run(H2O(), case, case["heavy"] + case["recent"] + 1, prompt=1)
-    last = case["tokens"] - 1
-    (kept,) = case["kept"].values()
-    pairs = list(zip(sum(ours.kept[last], []), sum(kept, []), strict=True))
-    assert sum(len(set(theirs) - set(mine)) for mine, theirs in pairs) == 22
-    assert sum(len(theirs) for _, theirs in pairs) == 144
+    assert sum(len(set(theirs) - set(mine)) for _, mine, theirs in pairs(ours, case)) == 22
+    assert sum(len(theirs) for _, _, theirs in pairs(ours, case)) == 144
     assert largest_difference(ours.logits, case["logits"]) == pytest.approx(2.378, rel=1e-3)

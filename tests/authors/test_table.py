@@ -62,6 +62,8 @@ def test_a_file_as_a_section(tmp_path: Path) -> None:
     assert "Again: `python -m studies.authors.h2o --checkout PATH`.\n" in text
     assert text.endswith("\n| They \\| and we. | 1 entry | So. | - | section 1 |\n")
     assert "\nNo public code.\n" in page([read(write(tmp_path, code="none", licence=None, command=None))])
+    measured = read(write(tmp_path, code="none", licence="none", command="python -m studies.compare"))
+    assert "\nNo public code. The sizes: `python -m studies.compare`.\n" in page([measured])
     both = read(write(tmp_path, code=["a/b@0123abc", "c/d@4567def"], licence=["MIT", "Apache-2.0"]))
     assert "at `0123abc` (MIT), [c/d](" in page([both])
 
@@ -73,8 +75,8 @@ def test_a_file_as_a_section(tmp_path: Path) -> None:
         ({"code": "somewhere"}, "code is none, or like owner/name@0123abc, not 'somewhere'"),
         ({"licence": None}, "licence is a text, not None"),
         ({"licence": ["MIT", "MIT"]}, "1 repositories and 2 licences"),
-        ({"command": None}, "command is a text, not None"),
-        ({"code": "none"}, "without code there is neither licence nor command"),
+        ({"command": None}, "command says what runs the code"),
+        ({"code": "none"}, "without code there is no licence"),
         ({"items": []}, "items is a list of at least one comparison"),
         ({"items": ["x"]}, "item 1 is a mapping with what, size, reason, test, source"),
         ({"items": [{"what": "x"}]}, "item 1 lacks size, reason, source"),

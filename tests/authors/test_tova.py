@@ -59,7 +59,7 @@ def test_kvpress_is_tova_with_the_newest_entry_kept(case: dict[str, Any]) -> Non
 
 
 def test_ours_may_drop_the_newest_entry() -> None:
-    """At the prompt's end it does in four of the five tiny models, whose queries are random, and in one layer of two."""
+    """It does at the prompt's end in four of five tiny models, whose queries are random, of one in one layer."""
     differing = []
     for case in KVPRESS:
         kept = run(TOVA(), {**case, "tokens": case["prompt"]}, case["size"] + 1, case["prompt"]).kept[case["prompt"]]
