@@ -2,9 +2,9 @@
 
     python -m studies.authors.on_real_text --data-dir DATA
 
-How often the last query would drop the newest entry (TOVA); how often SnapKV's chosen entries end in equal votes; and how
-many of the entries that SnapKV's authors choose for each query head one set for a KV head lacks, and how many entries the
-query heads of a KV head hold together. A line for each budget, means over texts, layers and heads.
+How often the last query would drop the newest entry (TOVA); how often SnapKV's chosen entries end in equal votes; how
+many of the entries that SnapKV's authors choose for each query head one set for a KV head lacks; and how many entries
+the query heads of a KV head hold together. A line for each budget, means over texts, layers and heads.
 """
 
 from __future__ import annotations

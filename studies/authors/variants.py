@@ -1,7 +1,8 @@
 """Policies as others implement them, to measure on real text what the differences are worth.
 
-    python -m studies.compare fidelity --data-dir DATA --prefill dense --limit 8 --budgets 128,256 \\
-        --policies tova,studies/authors/variants.py:TOVAKeepingNewest,h2o,studies/authors/variants.py:H2OWithOneRecentMore
+    V=studies/authors/variants.py
+    python -m studies.compare fidelity --data-dir DATA --prefill dense --limit 8 --budgets 128 \\
+        --test tova_newest,h2o_halves --policies tova,$V:TOVAKeepingNewest,h2o,$V:H2OWithOneRecentMore
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class TOVAKeepingNewest(TOVA):
+class TOVAKeepingNewest(TOVA):  # type: ignore[misc]
     """TOVA as kvpress has it: the newest entry stays."""
 
     name = "tova_newest"
@@ -26,7 +27,7 @@ class TOVAKeepingNewest(TOVA):
         return 2
 
 
-class H2OWithOneRecentMore(H2O):
+class H2OWithOneRecentMore(H2O):  # type: ignore[misc]
     """H2O with equal halves of what is held beside the next query's own entry, as in the authors' `real_drop` code."""
 
     name = "h2o_halves"

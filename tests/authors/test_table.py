@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -97,3 +98,15 @@ def test_a_wrong_file_ends_the_command(
     (tmp_path / "unheard_of.yaml").write_text(yaml.safe_dump({**GOOD, "policy": "unheard_of"}), encoding="utf-8")
     assert main(["--check"]) == 2
     assert "there is no policy unheard_of" in capsys.readouterr().err
+
+
+def test_numbers_are_of_the_code_that_the_page_names() -> None:
+    paths = sorted((ROOT / "tests/authors/data").glob("*/*.json"))
+    assert {path.parent.name for path in paths} >= {"streaming_llm", "tova", "h2o", "snapkv"}
+    for path in paths:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        header = content.get("header", content)
+        code = read(FOLDER / f"{path.parent.name}.yaml").code
+        repository = header["repository"].removeprefix("https://github.com/")
+        commits = [name.partition("@")[2] for name in code if name.partition("@")[0] == repository]
+        assert any(header["commit"].startswith(commit) for commit in commits), path
