@@ -77,8 +77,9 @@ def run(policy: str, case: dict[str, Any]) -> dict[str, Any]:
     model = tiny_llama.build(case["kv_heads"], case["seed"], case["attention"])
     positions = Positions(model, case["kv_heads"])
     tokens = torch.tensor([tiny_llama.text(case["tokens"], case["seed"])])
-    cache = DynamicCache()
-    kept, logits = {}, []
+    cache: Any = DynamicCache()
+    kept: dict[int, Any] = {}
+    logits = []
     with press(policy, case)(model):
         for seen in range(case["prompt"], case["tokens"] + 1):
             start = seen - 1 if kept else 0

@@ -46,8 +46,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from snapkv.monkeypatch import snapkv_utils
     from snapkv.monkeypatch.monkeypatch import replace_llama
-    from transformers.models.llama import modeling_llama
+    from transformers.models.llama import modeling_llama as transformers_llama
 
+    modeling_llama: Any = transformers_llama
     replace_llama()
     modeling_llama.LlamaFlashAttention2._flash_attention_forward = attention
     modeling_llama.is_flash_attn_greater_or_equal_2_10 = lambda: True

@@ -39,7 +39,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     positions = Positions(model, case["kv_heads"])
     with contextlib.redirect_stdout(io.StringIO()):
         cut = enable_streaming_llm(model, case["start"], case["recent"])
-    past, logits = None, []
+    past: Any = None
+    logits = []
     for token in tiny_llama.text(case["tokens"], case["seed"]):
         output = model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
         past = cut(output.past_key_values)

@@ -132,12 +132,12 @@ def _item(path: Path, where: str, content: Any) -> Item:
     return Item(what, size, reason, test, source)
 
 
-def _mapping(path: Path, where: str, content: Any, kind: type) -> dict[str, Any]:
+def _mapping(path: Path, where: str, given: Any, kind: type) -> dict[str, Any]:
     """A mapping with exactly the fields of a class; `licence`, `command` and `test` may be left out."""
     names = [field.name for field in fields(kind)]
-    if not isinstance(content, dict):
+    if not isinstance(given, dict):
         raise UserError(f"{path}: {where} is a mapping with {', '.join(names)}.")
-    content = {name: None for name in names if name in ("licence", "command", "test")} | content
+    content: dict[str, Any] = {name: None for name in names if name in ("licence", "command", "test")} | given
     if missing := [name for name in names if name not in content]:
         raise UserError(f"{path}: {where} lacks {', '.join(missing)}.")
     if unknown := [str(name) for name in content if name not in names]:

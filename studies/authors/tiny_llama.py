@@ -40,7 +40,7 @@ def build(kv_heads: int, seed: int, attention: str = "eager") -> Any:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), attn_implementation=attention)), seed)
+    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), **{"attn_implementation": attention})), seed)
 
 
 def with_weights(model: Any, seed: int) -> Any:
