@@ -40,7 +40,8 @@ def build(kv_heads: int, seed: int, attention: str = "eager") -> Any:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), **{"attn_implementation": attention})), seed)
+    chosen: dict[str, Any] = {"attn_implementation": attention}
+    return with_weights(LlamaForCausalLM(LlamaConfig(**settings(kv_heads), **chosen)), seed)
 
 
 def with_weights(model: Any, seed: int) -> Any:
