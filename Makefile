@@ -55,6 +55,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy evictbench policies suites training studies benchmarks
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m studies.authors.table --check
 
 format: setup
 	$(BIN)/ruff check --fix .

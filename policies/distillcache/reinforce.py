@@ -26,6 +26,10 @@ Deviations:
   heads, that falls on what it keeps of the entries it had. The table's "holistic" ranking is not here.
 - The baseline of a return is the mean of the other samples', plus a moving average of what remains. With two samples
   or more nothing remains, whatever the returns; with one, the moving average is the whole baseline.
+- The paper starts from new weights. The shipped ones start from the supervised ranker with `target=set` (`supervised`),
+  which the paper does not have.
+- The bonus's weight, .01, is the published one, on the entropy of a whole choice: a sum over entries, which grows with
+  the cache and can be as large as the return's spread. The paper does not say of what its entropy is.
 - The optimiser and its schedule are those of all trainings here; 3e-4, as published, is `--lr 3e-4`.
 - As published, the samples (Gumbel top-B) are not drawn from the distribution of the gradient; with `sampler=poisson`
   they are.
