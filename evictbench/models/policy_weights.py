@@ -167,7 +167,9 @@ def load(where: str, policy: BasePolicy | None = None, shape: ModelShape | None 
     if not any((folder / name).is_file() for name in (TENSORS, *others)):
         hub.fetch_weights(repo, folder, [TENSORS, *others])
     if form is not None and not any((folder / name).is_file() for name in (TENSORS, *others)):
-        hub.fetch_weights(repo, folder, model_files.weight_files(folder, where, whole=False))
+        in_shards = (folder / model_files.INDEX).is_file()
+        names = model_files.weight_files(folder, where, whole=False) if in_shards else ["*.safetensors"]
+        hub.fetch_weights(repo, folder, names)
     return _read_any(folder, f"{repo}@{folder.name[:12]}", policy, shape)
 
 
