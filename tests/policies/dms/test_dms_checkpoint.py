@@ -177,6 +177,8 @@ def test_a_hub_id_is_fetched_file_by_file(tmp_path: Path, monkeypatch: pytest.Mo
     found = policy_weights.find(DMS(), "someone/Qwen3-dms", "tiny", lambda: "", SHAPE)
     assert asked == [["weights.safetensors"], ["*.safetensors"]]
     assert found.origin == "someone/Qwen3-dms@3e97c529bb03"
+    policy_weights.find(DMS(), "someone/Qwen3-dms", "tiny", lambda: "", SHAPE)
+    assert len(asked) == 2, "what is there is not asked for again"
 
 
 def without(*names: str) -> dict[str, Tensor]:
