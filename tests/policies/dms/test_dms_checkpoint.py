@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evictbench import hub
+from evictbench.cli.run import describe_plan
 from evictbench.errors import UserError
 from evictbench.evaluation.plan import make_plan
 from evictbench.evaluation.run import load_model, run
@@ -91,6 +92,16 @@ def test_a_checkpoint_brings_its_adapters_and_they_are_not_left_over(model: Path
     assert left is not None
     assert (left.count, left.first) == (3, unused.names[1:])
     assert unused.without(frozenset()) is unused
+
+
+def test_a_run_says_that_its_budget_is_a_target_and_its_prefill_without_effect(model: Path, tmp_path: Path) -> None:
+    rows = dict(describe_plan(make_plan(settings(model, tmp_path, prefill="dense")), 0))
+    assert rows["weights"].startswith("in tiny-dms itself, sha256 ")
+    assert rows["budget"].endswith(", a target: what is seen is measured and may be another")
+    assert rows["prefill"].startswith("dense (without effect: dms reads a prompt under its eviction)")
+    rows = dict(describe_plan(make_plan(settings(model, tmp_path, policy="hoard", prefill="dense")), 0))
+    assert rows["budget"].endswith("entries per KV head")
+    assert rows["prefill"].startswith("dense, chunks")
 
 
 class Watch:
