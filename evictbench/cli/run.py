@@ -17,6 +17,7 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.gate.tolerances import TOLERANCE
 from evictbench.policy.budget import LEAST_FROM_SHARE
+from evictbench.policy.ragged import RaggedPolicy
 from evictbench.stats import power
 from evictbench.store.select import reading_words
 from evictbench.suite.chat_template import DEFAULT
@@ -111,6 +112,8 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
     if mode == "native":
         own = plan.policy.prefill_mode(settings.prefill) if checked.budget is not None else "nothing is cut"
         mode = f"native ({own})"
+    elif isinstance(plan.policy, RaggedPolicy):
+        mode = f"{mode} (without effect: {plan.policy.name} reads a prompt under its eviction)"
     lengths = [len(planned.prompt.ids) for planned in plan.prompts]
     answers = sorted({planned.max_new_tokens for planned in plan.prompts})
     context = "" if checked.context is None else f" in {checked.context} tokens"

@@ -164,10 +164,14 @@ def load(where: str, policy: BasePolicy | None = None, shape: ModelShape | None 
     repo, _, revision = where.partition("@")
     others = foreign.files if foreign is not None else ()
     folder = hub.snapshot(repo, revision or None, known_by=(CONFIG, *others))
-    if not any((folder / name).is_file() for name in (TENSORS, *others)):
+    cached = form is not None and any(folder.glob("*.safetensors"))
+    if not cached and not any((folder / name).is_file() for name in (TENSORS, *others)):
         hub.fetch_weights(repo, folder, [TENSORS, *others])
     if form is not None and not any((folder / name).is_file() for name in (TENSORS, *others)):
-        hub.fetch_weights(repo, folder, model_files.weight_files(folder, where, whole=False))
+        if (folder / model_files.INDEX).is_file():
+            hub.fetch_weights(repo, folder, model_files.weight_files(folder, where, whole=False))
+        elif not cached:
+            hub.fetch_weights(repo, folder, ["*.safetensors"])
     return _read_any(folder, f"{repo}@{folder.name[:12]}", policy, shape)
 
 

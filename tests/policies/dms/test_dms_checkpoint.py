@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 from fake_plugin_fixtures import installed
-from fake_plugins import make_model
+from fake_plugins import FakeGenerator, make_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evictbench import hub
+from evictbench.cli.run import describe_plan
 from evictbench.errors import UserError
 from evictbench.evaluation.plan import make_plan
-from evictbench.evaluation.run import load_model
+from evictbench.evaluation.run import load_model, run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.models import load, policy_weights
 from evictbench.policies.dms import DMS, Settings
 from evictbench.policies.dms.checkpoint import Options
 from evictbench.policy import ModelShape
+from evictbench.store import run_folder
 
 pytestmark = pytest.mark.engine
 
@@ -92,6 +94,45 @@ def test_a_checkpoint_brings_its_adapters_and_they_are_not_left_over(model: Path
     assert unused.without(frozenset()) is unused
 
 
+def test_a_run_says_that_its_budget_is_a_target_and_its_prefill_without_effect(model: Path, tmp_path: Path) -> None:
+    rows = dict(describe_plan(make_plan(settings(model, tmp_path, prefill="dense")), 0))
+    assert rows["weights"].startswith("in tiny-dms itself, sha256 ")
+    assert rows["budget"].endswith(", a target: what is seen is measured and may be another")
+    assert rows["prefill"].startswith("dense (without effect: dms reads a prompt under its eviction)")
+    rows = dict(describe_plan(make_plan(settings(model, tmp_path, policy="hoard", prefill="dense")), 0))
+    assert rows["budget"].endswith("entries per KV head")
+    assert rows["prefill"].startswith("dense, chunks")
+
+
+class Watch:
+    """A run's watcher that keeps the warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(sentence)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: None
+
+
+def test_a_run_warns_of_adapters_only_under_another_policy(model: Path, tmp_path: Path) -> None:
+    load.load_model(load.resolve(str(model)), "cpu")
+    for policy, left in (("dms", None), ("hoard", 4)):
+        watch = Watch()
+        outcome = run(
+            settings(model, tmp_path, policy=policy, limit=1),
+            watch,
+            lambda plan: (FakeGenerator(plan.tokenizer), "cpu"),
+        )
+        record = json.loads((outcome.plan.folder / run_folder.RUN).read_text())
+        unused = record["sessions"][-1].get("unused_weights")
+        assert (unused and unused["count"]) == left
+        assert any("has no place for 4 of the tensors" in sentence for sentence in watch.warnings) == (left is not None)
+        assert outcome.summary["warnings"] == watch.warnings
+
+
 def test_the_weights_may_be_named_and_are_then_another_models(model: Path, tmp_path: Path) -> None:
     """A frozen model is the base model, so that its adapters serve that as well."""
     base = make_model(tmp_path / "base")
@@ -138,15 +179,17 @@ def test_a_hub_id_is_fetched_file_by_file(tmp_path: Path, monkeypatch: pytest.Mo
 
     def fetch(repo: str, into: Path, names: list[str]) -> None:
         asked.append(names)
-        if names == ["model.safetensors"]:
-            save_file(adapters(), into / names[0], metadata={"format": "pt"})
+        if names == ["*.safetensors"]:
+            save_file(adapters(), into / "adapters.safetensors", metadata={"format": "pt"})
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(hub, "fetch_weights", fetch)
     found = policy_weights.find(DMS(), "someone/Qwen3-dms", "tiny", lambda: "", SHAPE)
-    assert asked == [["weights.safetensors"], ["model.safetensors"]]
+    assert asked == [["weights.safetensors"], ["*.safetensors"]]
     assert found.origin == "someone/Qwen3-dms@3e97c529bb03"
+    policy_weights.find(DMS(), "someone/Qwen3-dms", "tiny", lambda: "", SHAPE)
+    assert len(asked) == 2, "what is there is not asked for again"
 
 
 def without(*names: str) -> dict[str, Tensor]:
