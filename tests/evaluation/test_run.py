@@ -7,7 +7,7 @@ import pytest
 from fake_plugins import FakeGenerator, make_model
 
 from evictbench import registry
-from evictbench.cache.recency import RecencyCount
+from evictbench.cache.rows import RecencyCount
 from evictbench.errors import NotFinite, RunFailed, UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.plan import make_plan
