@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from evictbench.cache.recency import RecencyCount
     from evictbench.policy.budget import Budget
     from evictbench.policy.ragged import HeadBudgetPolicy
 
@@ -29,6 +28,26 @@ class Occupancy:
         self.largest = max(self.largest, entries)
         self.total += entries if mean is None else mean
         self.steps += 1
+
+
+@dataclass
+class RecencyCount:
+    """How recent what one row keeps is: the share that lies inside a recency window, looked at now and then.
+
+    steps: decode steps so far. moments: how many of them were looked at. inside: `[layers, sets]` float64, the sums
+    over moments of the share inside the window. counts: the same shape, the moments at which a head kept any.
+    """
+
+    steps: int = 0
+    moments: int = 0
+    inside: Tensor | None = None
+    counts: Tensor | None = None
+
+    def shares(self) -> Tensor:
+        """`[layers, sets]` float64, the mean over moments; NaN for a head that never kept anything."""
+        assert self.inside is not None
+        assert self.counts is not None
+        return self.inside / self.counts
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evictbench import registry
-from evictbench.cache.recency import SAME, RecencyWindow
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
+from evictbench.generation.recency import SAME, RecencyWindow
 from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder

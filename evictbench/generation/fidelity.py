@@ -35,7 +35,7 @@ from evictbench.policy.declarations import Prefill
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from evictbench.cache.recency import RecencyWindow
+    from evictbench.generation.recency import RecencyWindow
     from evictbench.policy.budget import Budget
 
 BUCKET = 32

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from evictbench.cache.base import KVCache
-    from evictbench.cache.recency import RecencyCount, RecencyWindow
+    from evictbench.cache.rows import RecencyCount
+    from evictbench.generation.recency import RecencyWindow
     from evictbench.policy.base import BasePolicy
     from evictbench.policy.budget import Budget
     from evictbench.policy.declarations import Prefill

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from evictbench.cache.new_cache import new_cache
 from evictbench.cache.probe import cache_argument
-from evictbench.cache.recency import RecencyCount, RecencyWindow
+from evictbench.cache.rows import RecencyCount
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import Everything, watch_dense_run
+from evictbench.generation.recency import RecencyWindow
 from evictbench.policy.base import Policy
 
 if TYPE_CHECKING:

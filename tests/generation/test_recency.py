@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from evictbench.cache.recency import RecencyWindow
 from evictbench.generation.fidelity import Comparison, Text
+from evictbench.generation.recency import RecencyWindow
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.dms import DMS
 from evictbench.policies.full import Full

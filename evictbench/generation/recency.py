@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from evictbench.cache.rows import RecencyCount
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,26 +19,6 @@ EVERY = 32
 """Decode steps from one moment at which the kept positions are looked at to the next."""
 
 
-@dataclass
-class RecencyCount:
-    """What was found in one row.
-
-    steps: decode steps so far. moments: how many of them were looked at. inside: `[layers, sets]` float64, the sums
-    over moments of the share inside the window. counts: the same shape, the moments at which a head kept any.
-    """
-
-    steps: int = 0
-    moments: int = 0
-    inside: Tensor | None = None
-    counts: Tensor | None = None
-
-    def shares(self) -> Tensor:
-        """`[layers, sets]` float64, the mean over moments; NaN for a head that never kept anything."""
-        assert self.inside is not None
-        assert self.counts is not None
-        return self.inside / self.counts
-
-
 @dataclass(frozen=True)
 class RecencyWindow:
     """The window: so many last tokens, or "same", as many as a head keeps at that moment, each head its own number.
@@ -46,7 +28,7 @@ class RecencyWindow:
     """
 
     length: int | str = SAME
-    every: int = field(default=EVERY)
+    every: int = EVERY
 
     def count(self, cache: KVCache) -> None:
         """Count one decode step of every row. It is looked at if it is the row's first, or `every` after the last."""
@@ -61,9 +43,9 @@ class RecencyWindow:
         import torch  # whoever checks options needs none of it
 
         shares, kept_any = zip(
-            *(self._inside(cache.kept(layer, index), seen) for layer in range(cache.shape.layers)), strict=True
+            *(self._inside(cache.kept(layer, index).cpu(), seen) for layer in range(cache.shape.layers)), strict=True
         )
-        inside, counts = torch.stack(shares).cpu(), torch.stack(kept_any).cpu()
+        inside, counts = torch.stack(shares), torch.stack(kept_any)
         count.moments += 1
         count.inside = inside if count.inside is None else count.inside + inside
         count.counts = counts if count.counts is None else count.counts + counts
