@@ -43,10 +43,10 @@ def test_pages_say_how_prompts_were_read_and_what_was_seen_without_a_bound(tmp_p
                 scores = [sample(doc, 0.5, occupancy=seen, metrics={"score": 0.5, **metrics}) for doc in range(3)]
                 write_run(tmp_path, scores, policy=policy, budget=own_budget, suite=suite)
     text = "\n".join(summary(tmp_path))
-    assert text.startswith("ruler: prefill dense, question unseen.\nfidelity: prefill dense, question unseen.\n\n")
+    assert text.startswith("ruler: prefill native, question unseen.\nfidelity: prefill native, question unseen.\n\n")
     assert "| `h2o` | 50.0 | 50.0 | 0.5000 | 0.5000 |" in text
     assert "| `snapkv` | 50.0 (seen 172) | 50.0 (seen 172) | 0.5000 (seen 172) | 0.5000 (seen 172) |" in text
-    assert "**ruler, 128 entries**: score on 3 documents a task; prefill dense, question unseen." in [*lines(tmp_path)]
+    assert "**ruler, 128 entries**: score on 3 documents a task; prefill native, question unseen." in [*lines(tmp_path)]
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
