@@ -94,7 +94,7 @@ def test_tables_for_eyes_papers_and_pages(plot, grid):
     assert [word in table for word in ("h2o", "0.8", "entries")] == [True] * 3
     _, markdown, _ = plot(grid, "--figures", "errors", "--format", "markdown", "--policy", "h2o")
     lines = markdown.strip().splitlines()
-    assert lines[:2] == ["**ruler on tiny: niah, 10 samples prefill dense, question unseen**", ""]
+    assert lines[:2] == ["**ruler on tiny: niah, 10 samples prefill native, question unseen**", ""]
     assert lines[2] == "| policy | budget | repetition | over_long | wrong | score | documents |"
     assert lines[4] == "| h2o | 64 | 0 | 0 | 0.6 | 0.4 | 10 |"
     _, latex, _ = plot(grid, "--figures", "errors", "--format", "latex", "--policy", "h2o")

@@ -71,8 +71,8 @@ def test_every_control_has_a_label_and_every_column_a_button(text):
 
 
 def test_the_leaderboard_says_how_prompts_were_read(text):
-    sentence = "Ruler on tiny: prefill dense, question unseen; fidelity on tiny: prefill dense, question unseen."
-    assert f'<p id="reading">{sentence}</p>' in text
+    read = "prefill native, question unseen"
+    assert f'<p id="reading">How prompts were read: fidelity on tiny: {read}; ruler on tiny: {read}.</p>' in text
     head = re.search(r'<table id="board">\s*<thead>(.*?)</thead>', text, re.DOTALL).group(1)
     assert ">prefill</button>" in head
     assert ">question</button>" in head
