@@ -25,6 +25,7 @@ def fingerprint_of(
     data: Mapping[str, str],
     model: str,
     model_weights: str,
+    base: Mapping[str, Any] | None,
     dtype: str,
     chat: bool,
     template: ChatTemplate | None,
@@ -36,7 +37,8 @@ def fingerprint_of(
 
     policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
     is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
-    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used, and
+    model, model_weights: the model's name and the hash of its weights. base: what it was fine-tuned from, None for
+    a model that names no base. chat: whether the chat template is used, and
     template, which. thoughts: whether that template lets the model think. ends: what ends an answer. differs: names of
     what is not as the named protocol has it.
     """
@@ -80,6 +82,7 @@ def fingerprint_of(
         "model": model,
         "weights": model_weights,
         "dtype": dtype,
+        **({} if base is None else {"base_model": dict(base)}),
     }
 
 
