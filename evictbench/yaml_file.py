@@ -8,7 +8,6 @@ from typing import Any
 
 from evictbench.errors import UserError, one_line
 
-
 KeyPath = tuple[str | int, ...]
 
 DEPTH = 6

@@ -118,6 +118,14 @@ def gate(
     paired: Annotated[
         bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
     ] = False,
+    trainings: Annotated[
+        bool,
+        typer.Option("--trainings", help="Runs that differ in trained weights alone are one row, their mean."),
+    ] = False,
+    base: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=BASE: a model fine-tuned elsewhere, held against its base's full cache. Repeatable."),
+    ] = None,
     tolerance: Annotated[float, options.real(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
     latency_tolerance: Annotated[
         float,
@@ -150,6 +158,7 @@ def gate(
     from evictbench.cli.gate import gate_and_show
     from evictbench.gate.finding import GateRequest
 
+    given["base"] = tuple(given["base"] or ())
     given["traces"] = tuple(given.pop("trace") or ())
     given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
     raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet, whole))

@@ -17,6 +17,7 @@ GOOD = """
 paper: "1234.56789"
 title: A paper
 confidence: primary
+trained: none
 budget_meaning: entries of each KV head
 protocol: {temperature: 0}
 note: Once.
