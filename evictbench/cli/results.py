@@ -204,14 +204,21 @@ def list_published(
     ] = None,
     paper: Annotated[str | None, typer.Option(help="From these papers alone, by arXiv id.")] = None,
     suite: options.OnlySuites = None,
+    unmatched: Annotated[
+        bool, typer.Option("--unmatched", help="Those that no run here can match, and what is missing.")
+    ] = False,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="One number a line, tabs between, no headings.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
     from evictbench.cli import listing
+    from evictbench.terminal.console import console_for, say
 
-    listing.show(listing.published(policy, paper, suite, whole=as_json), as_json, quiet)
+    rows = listing.unmatched if unmatched else listing.published
+    listing.show(rows(policy, paper, suite, whole=as_json), as_json, quiet)
+    if unmatched:
+        say(console_for(stderr=True, quiet=quiet), listing.reach(policy, paper, suite))
 
 
 def doctor(

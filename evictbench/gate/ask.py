@@ -96,9 +96,7 @@ def _bases(request: GateRequest) -> dict[str, str]:
     for given in request.base:
         model, equals, base = (part.strip() for part in given.partition("="))
         if not (model and equals and base):
-            raise UserError(
-                f"--base takes MODEL=BASE, a fine-tuned model and what it was made from, not {given!r}."
-            )
+            raise UserError(f"--base takes MODEL=BASE, a fine-tuned model and what it was made from, not {given!r}.")
         if bases.setdefault(model, base) != base:
             raise UserError(f"--base names two bases of {model}: {bases[model]} and {base}.")
     return bases

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
 from evictbench.gate.arms import Arm, Run, plain
-from evictbench.gate.wanted import MEAN, Wanted, preset_tasks, wanted
+from evictbench.gate.wanted import MEAN, Wanted, has_length, preset_tasks, wanted
 from evictbench.policy.budget import Budget
 from evictbench.registry import LM_EVAL_NAME, load_policy, parse_label
 from evictbench.store.select import SAMPLING, text_of
@@ -42,9 +42,9 @@ def speaks_of(entry: Published, arm: Arm) -> bool:
     """Whether model, policy (by name), budget, suite and task are the arm's."""
     run = wanted(entry)
     return (
-        _same_suites(run, arm)
-        and plain(run.model) == plain(arm.first.model)
-        and run.policy.partition(":")[0] == arm.first.columns["policy_name"]
+        plain(run.model) == plain(arm.first.model)
+        and run.policy_name == arm.first.columns["policy_name"]
+        and _same_suites(run, arm)
         and _budget(arm.first.columns["budget"]) in (_budget(run.budget), _budget(entry.budget))
         and (entry.task == MEAN or any(task in arm.tasks for task in entry.tasks or (entry.task,)))
     )
@@ -137,6 +137,8 @@ def _differing(entry: Published, run: Run, arm: Arm, tasks: Sequence[str]) -> It
         here = own[name]
         if name in stated and (here is not None or name == "context") and not _alike(here, stated[name]):
             yield name, here, entry.protocol[name]
+    if "context" not in stated and own["context"] is not None and not has_length(str(own["suite"])):
+        yield "context", own["context"], None
     if "thinking" in stated and not _alike(own["thoughts"], stated["thinking"]):
         yield "thinking", own["thoughts"], stated["thinking"]
     greedy = own["temperature"] == 0

@@ -36,7 +36,7 @@ from evictbench.gate.finding import Finding, Status
 from evictbench.gate.match import differences, other_settings, speaks_of, tasks_of, unstated, weights_of
 from evictbench.gate.retention import LEVEL, POWER, Retention, retention
 from evictbench.gate.tolerances import TOLERANCE
-from evictbench.gate.wanted import JOINT, RETENTION, is_score
+from evictbench.gate.wanted import JOINT, RETENTION, is_score, wanted
 from evictbench.stats.intervals import holm
 
 if TYPE_CHECKING:
@@ -64,22 +64,35 @@ def against_published(
     fails the gate, and neither for a number that was read off a plot nor for a score without a full cache beside it.
     Raises UserError if `folder` holds no results.
     """
-    runs = read_runs(folder, bases)
+    rows, refused = matched(read_runs(folder, bases), published, trainings, chosen)
+    return [*_judged(rows, tolerance), *refused]
+
+
+def matched(
+    runs: Sequence[Run], published: Sequence[Published], trainings: bool = False, chosen: Collection[str] | None = None
+) -> tuple[list[_Row], list[Finding]]:
+    """Each arm with the numbers that it is held against, and a finding for each that it cannot be held against.
+
+    The arguments are those of `against_published`.
+    """
     scores = [entry for entry in published if is_score(entry)]
     joint = dict.fromkeys(entry.suite for entry in scores if JOINT in entry.suite)
     every = arms(runs, joint, trainings)
+    of_policy: dict[str, list[Published]] = {}
+    for entry in scores:
+        of_policy.setdefault(wanted(entry).policy_name, []).append(entry)
     refused: list[Finding] = []
     rows: list[_Row] = []
     for arm in every:
         if chosen is not None and not arm.fingerprints <= set(chosen):
             continue
-        for entries in _about(arm, every, scores):
+        for entries in _about(arm, every, of_policy.get(arm.first.columns["policy_name"], [])):
             row = _row(arm, entries, runs, published)
             if isinstance(row, str):
                 refused.append(_refused(arm, entries[0], row))
             else:
                 rows.append(row)
-    return [*_judged(rows, tolerance), *refused]
+    return rows, refused
 
 
 @dataclass(frozen=True)
@@ -111,11 +124,11 @@ class _Row:
 def _about(arm: Arm, among: Sequence[Arm], published: Sequence[Published]) -> Iterator[Sequence[Published]]:
     """The numbers about an arm, the two of a contradiction together. A number that is not as the arm in something is
     left out if another arm has its settings, or if the paper has one beside it that is as the arm in all."""
-    about = [entry for entry in published if speaks_of(entry, arm)]
-    exact = {_beside(entry) for entry in about if not differences(entry, arm)}
+    about = [(entry, differences(entry, arm)) for entry in published if speaks_of(entry, arm)]
+    exact = {_beside(entry) for entry, differs in about if not differs}
     several: dict[str, list[Published]] = {}
-    for entry in about:
-        if differences(entry, arm) and _beside(entry) in exact:
+    for entry, differs in about:
+        if differs and _beside(entry) in exact:
             continue
         if other_settings(entry, arm) and any(
             speaks_of(entry, other) and not other_settings(entry, other) for other in among

@@ -1,15 +1,16 @@
-"""The run that would match a published number: its policy, model, budget and suites; or why no run here can."""
+"""The run that would match a published number: policy, training, model, budget and suites; or why no run here can."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from evictbench.errors import UserError
 from evictbench.policy.budget import Budget
-from evictbench.registry import LM_EVAL_NAME, POLICIES, SUITES, load_policy, load_suite, names, parse_label
+from evictbench.registry import LM_EVAL, LM_EVAL_NAME, POLICIES, SUITES, load_policy, load_suite, names, parse_label
 from evictbench.store.published_number import Published
 from evictbench.store.select import FULL
 from evictbench.suite.spec import Suite
@@ -36,29 +37,21 @@ class Wanted:
 
     policy: its label. trained: what was trained for it ("none", "scorer", "model"). model: the one that it is, or was
     fine-tuned from. budget: as --budget takes it, a fixed number of entries where the paper's share gives one. suites:
-    each with the name of its protocol for that paper (None where it has none) and the tasks, () for all. protocol: the
-    fields that the paper states, numbers of tokens as numbers.
+    each with the tasks that are named, () for those of its protocol. protocol: the fields that the paper states,
+    numbers of tokens as numbers.
     """
 
     policy: str
     trained: str
     model: str
     budget: str | None
-    suites: Mapping[str, tuple[str | None, tuple[str, ...]]]
+    suites: Mapping[str, tuple[str, ...]]
     protocol: Mapping[str, Any]
 
-    def __str__(self) -> str:
-        """The options of `evictbench run`, for a reader."""
-        model = self.model if self.trained != "model" else f"{self.model} fine-tuned for the policy"
-        lines = []
-        for suite, (preset, tasks) in self.suites.items():
-            words = [f"--suite {suite}"]
-            words += [f"--protocol {preset}"] if preset not in (None, "default") else []
-            words += [f"--tasks {','.join(tasks)}"] if tasks else []
-            words += [f"--context {self.protocol['context']}"] if self.protocol.get("context") else []
-            lines.append(" ".join(words))
-        budget = f" --budget {self.budget}" if self.budget else ""
-        return f"--policy {self.policy}{budget} --model {model} {' and '.join(lines)}"
+    @property
+    def policy_name(self) -> str:
+        """The policy without its settings."""
+        return self.policy.partition(":")[0]
 
 
 def wanted(entry: Published) -> Wanted:
@@ -66,11 +59,28 @@ def wanted(entry: Published) -> Wanted:
     protocol = {name: value for name, value in entry.protocol.items() if value is not None}
     if (context := tokens(protocol.get("context"))) is not None:
         protocol["context"] = context
-    suites = {}
-    for suite in entry.suite.split(JOINT):
-        tasks = entry.tasks or (() if entry.task == MEAN else (entry.task,))
-        suites[suite] = (_preset_name(entry, suite), tasks)
+    tasks = entry.tasks or (() if entry.task == MEAN else (entry.task,))
+    suites = dict.fromkeys(entry.suite.split(JOINT), tasks)
     return Wanted(entry.runs_as or entry.policy, entry.trained, entry.model, _budget(entry), suites, protocol)
+
+
+def commands(entry: Published) -> list[str]:
+    """The commands whose runs a number would be held against, one for each suite. What the paper states beside its
+    protocol's preset, and what the preset does not say, is left to the reader; [] if no run here can match it."""
+    if missing(entry) is not None:
+        return []
+    run = wanted(entry)
+    lines = []
+    for suite, tasks in run.suites.items():
+        words = ["evictbench", "run", "--policy", run.policy, *(["--budget", run.budget] if run.budget else [])]
+        words += ["--model", "OUT/model" if run.trained == "model" else run.model]
+        words += ["--suite", LM_EVAL + suite.removeprefix(LM_EVAL_NAME) if suite.startswith(LM_EVAL_NAME) else suite]
+        words += ["--protocol", name] if (name := _preset_name(entry, suite)) not in (None, "default") else []
+        words += ["--tasks", ",".join(tasks)] if tasks and not suite.startswith(LM_EVAL_NAME) else []
+        words += ["--context", str(run.protocol["context"])] if "context" in run.protocol else []
+        words += ["--prefill", run.protocol["prefill"]] if "prefill" in run.protocol else []
+        lines.append(shlex.join(words))
+    return lines
 
 
 def is_score(entry: Published) -> bool:
@@ -99,6 +109,13 @@ def preset_tasks(entry: Published, suite: str) -> tuple[str, ...] | None:
     return found.all_protocols[name].tasks
 
 
+def has_length(suite: str) -> bool:
+    """Whether the texts of a suite are made to a length, so that a paper that states none may still have had one; True
+    for a suite that is not installed."""
+    found = _installed(suite)
+    return found is None or found.default_context is not None
+
+
 def tokens(stated: Any) -> int | None:
     """A number of tokens as papers write it: 8192 or "8K"; None for anything else."""
     if isinstance(stated, int) and not isinstance(stated, bool):
@@ -116,9 +133,8 @@ def _budget(entry: Published) -> str | None:
 
 
 def _no_policy(run: Wanted) -> str | None:
-    name = run.policy.partition(":")[0]
-    if name not in names(POLICIES):
-        return f"No policy here is {name}: a run of your own that has this name would be held against it."
+    if run.policy_name not in names(POLICIES):
+        return f"No policy here is {run.policy_name}."
     try:
         parse_label(run.policy)
     except UserError as error:
@@ -133,12 +149,12 @@ def _no_model(run: Wanted) -> str | None:
 
 
 def _no_budget(run: Wanted) -> str | None:
-    policy = load_policy(run.policy.partition(":")[0])
+    policy = load_policy(run.policy_name)
     return "The paper does not state its budget." if policy.needs_budget and run.budget is None else None
 
 
 def _no_suite(entry: Published, run: Wanted) -> str | None:
-    for name, (_, tasks) in run.suites.items():
+    for name, tasks in run.suites.items():
         if name.startswith(LM_EVAL_NAME):
             continue
         suite = _installed(name)
@@ -176,8 +192,16 @@ def _preset_name(entry: Published, suite: str) -> str | None:
     found = _installed(suite)
     if found is None:
         return None
-    for name, protocol in found.all_protocols.items():
-        cited = re.split(r"[\s,:(]", protocol.source)[0]
-        if name != "default" and (entry.paper in protocol.source or re.split(r"[\s,:(]", entry.title)[0] == cited):
-            return name
-    return "default" if "default" in found.all_protocols else None
+    own = [
+        name
+        for name, protocol in found.all_protocols.items()
+        if name != "default"
+        and (entry.paper in protocol.source or _first_word(entry.title) == _first_word(protocol.source))
+    ]
+    context = tokens(entry.protocol.get("context"))
+    of_length = [name for name in own if getattr(found.all_protocols[name], "context", None) == context]
+    return next(iter([*of_length, *own, *(["default"] if "default" in found.all_protocols else [])]), None)
+
+
+def _first_word(text: str) -> str:
+    return re.split(r"[\s,:(]", text)[0]

@@ -138,7 +138,8 @@ class _Place:
         table: yaml_file.KeyPath = ("tables", self.table)
         row: yaml_file.KeyPath = (*table, "full_row") if self.row is None else (*table, "rows", self.row)
         paths = [(*row, field), (*table, "columns", field), (*table, field), (field,)] if field else []
-        line = next(line for path in (*paths, row, table) if (line := self.lines.get(path)) is not None)
+        starts = (row, table) if self.name else (table,)
+        line = next(line for path in (*paths, *starts) if (line := self.lines.get(path)) is not None)
         words = f"{self.file}, line {line}, table {self.table + 1}"
         words += f" ({self.source})" if self.source else ""
         return f"{words}, row {self.name}" if self.name else words

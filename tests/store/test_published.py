@@ -197,6 +197,7 @@ def test_a_file_becomes_entries_and_the_closer_field_counts(folder):
 
 
 REQUIRED = ["paper", "title", "source", "model", "suite", "task", "metric", "unit", "confidence", "budget_meaning"]
+REQUIRED += ["trained"]
 
 
 @pytest.mark.parametrize("field", REQUIRED)
@@ -204,7 +205,7 @@ def test_a_missing_field_is_named_with_file_and_entry(folder, field):
     lines = [line for line in GOOD.splitlines() if not line.lstrip("- ").startswith(f"{field}:")]
     assert len(lines) == len(GOOD.splitlines()) - 1
     text = "\n".join(lines).replace("\n  model", "\n- model", 1) if field == "source" else "\n".join(lines)
-    with pytest.raises(UserError, match=rf"paper\.yaml, table 1.*the field {field} is missing\.$"):
+    with pytest.raises(UserError, match=rf"paper\.yaml, line \d+, table 1.*the field {field} is missing\.$"):
         read_published(folder(text))
 
 
@@ -221,6 +222,14 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("budget: 256", "budget: 256, bugdet: 3", "the field bugdet is unknown"),
         ("unit: percent", "unit: percents", "'percents' is no unit; there are percent"),
         ("confidence: primary", "confidence: sure", "'sure' is no confidence"),
+        ("trained: none", "trained: no", "False is no trained; there are none, scorer, model"),
+        ("trained: none", "trained: {tova: none}", "the field trained does not name the policy h2o"),
+        ("trained: none", "trained: none\nweighting: size", "'size' is no weighting; there are tasks, documents"),
+        ("trained: none", "trained: none\nshare_of: prompt", "'prompt' is no share_of; there are text, length"),
+        ("trained: none", "trained: none\nruns_as: [h2o]", "the field runs_as has to be a text, not ['h2o']"),
+        ("trained: none", "trained: none\ntasks: vt", "the field tasks has to be a list of names, each once, not 'vt'"),
+        ("trained: none", "trained: none\ntasks: [vt, vt]", "the field tasks has to be a list of names, each once"),
+        ("temperature: 0", "temperature: [0, 1]", "temperature of the protocol has to be one value, not [0, 1]"),
         ("temperature: 0", "temprature: 0", "'temprature' is no protocol"),
         ("budget: 25%", "budget: 0%", "the field budget is '0%'"),
         ("budget: 25%", "budget: many", "the field budget is 'many'"),
@@ -230,7 +239,7 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("30.25]", "'30']", "the field value is '30'"),
         ("30.25]", ".inf]", "the field value is inf"),
         ("spread: [1.5, null]", "spread: [.inf, null]", "the field spread is inf"),
-        ("budget: 256,", "budget: 256, budget: 512,", "line 21: the key budget is given twice (first in line 21)."),
+        ("budget: 256,", "budget: 256, budget: 512,", "line 22: the key budget is given twice (first in line 22)."),
         ("note: Once.", "version: 2", "the field version has to be a text, not 2"),
         ("note: Once.", "contradiction: 3", "the field contradiction has to be a text, not 3"),
         ("[0, 30.25]", "[0]", "value has 1 items, and there are 2 columns"),
@@ -239,7 +248,7 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("model: org/model", "model: 7", "the field model has to be a text, not 7"),
         ("note: Once.", "repeats: 0", "the field repeats has to be a whole number above 0"),
         ("note: Once.", "contradiction: {a", "is not YAML that can be read"),
-        ("  rows:", "  lines:", "the field rows is missing"),
+        ("  rows:", "  lines:", "line 10, table 1 (Table 1): the field rows is missing"),
         ("tables:", "table:", "the field tables is missing"),
         ("policy: tova, budget: 25%", "policy: h2o, budget: 256", None),
         ("row: TOVA, policy: tova, budget: 25%", "row: H2O, policy: h2o, budget: 256", "A number is there twice: 1234"),
@@ -256,6 +265,33 @@ def test_what_cannot_be_is_a_sentence(folder, old, new, sentence):
         read_published(folder(text))
     assert sentence in str(error.value)
     assert str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "entry"),
+    [
+        ("budget: 256,", "bugdet: 256,", 22, "row H2O"),  # the row's own
+        ("task: [niah_single_1, vt]", "task: [niah_single_1, 7]", 17, "row Dense"),  # a column's, met first there
+        ("  metric: score", "  metric: 7", 14, "row Dense"),  # the table's
+        ("confidence: primary", "confidence: sure", 4, "row Dense"),  # the file's
+        ("[0, 30.25]", "[0, 130]", 23, "row TOVA"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_line(folder, old, new, line, entry):
+    text = GOOD.replace(old, new)
+    assert text.splitlines()[line - 1] != GOOD.splitlines()[line - 1]
+    with pytest.raises(UserError, match=rf"paper\.yaml, line {line}, table 1 \(Table 1\), {entry}: "):
+        read_published(folder(text))
+
+
+def test_a_field_may_differ_by_policy(folder):
+    text = GOOD.replace("trained: none", "trained: {h2o: none, tova: scorer}\nruns_as: {tova: random}")
+    entries = read_published(folder(text))
+    assert {(entry.policy, entry.trained, entry.runs_as) for entry in entries} == {
+        ("full", "none", ""),
+        ("h2o", "none", ""),
+        ("tova", "scorer", "random"),
+    }
 
 
 def test_an_empty_folder_is_a_sentence(tmp_path):
@@ -295,7 +331,7 @@ def test_the_command_prints_json_without_torch_and_exits_2_for_an_unknown_name(t
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert {row["policy"] for row in rows} == {"snapkv:window=16,kernel=5,decode=append", "RLKV"}
-    assert set(rows[0]) == {field.name for field in fields(Published)}
+    assert set(rows[0]) == {field.name for field in fields(Published)} | {"runs"}
     failed = call("--paper", "2608.0887")
     assert failed.returncode == 2
     assert "Unknown published paper '2608.0887': did you mean 2608.08878" in failed.stderr
