@@ -7,9 +7,10 @@ from dataclasses import fields
 
 import pytest
 
-from evictbench.cli import listing
+from evictbench.cli import app, listing
 from evictbench.errors import UserError
 from evictbench.registry import POLICIES, SUITES, load_suite, names, parse_policy
+from evictbench.store import published as module
 from evictbench.store.published import read_published, select
 from evictbench.store.published_number import PROTOCOL, UNITS, Published
 
@@ -248,7 +249,7 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("model: org/model", "model: 7", "the field model has to be a text, not 7"),
         ("note: Once.", "repeats: 0", "the field repeats has to be a whole number above 0"),
         ("note: Once.", "contradiction: {a", "is not YAML that can be read"),
-        ("  rows:", "  lines:", "line 10, table 1 (Table 1): the field rows is missing"),
+        ("  rows:", "  lines:", "line 11, table 1 (Table 1): the field rows is missing"),
         ("tables:", "table:", "the field tables is missing"),
         ("policy: tova, budget: 25%", "policy: h2o, budget: 256", None),
         ("row: TOVA, policy: tova, budget: 25%", "row: H2O, policy: h2o, budget: 256", "A number is there twice: 1234"),
@@ -332,6 +333,44 @@ def test_the_command_prints_json_without_torch_and_exits_2_for_an_unknown_name(t
     rows = json.loads(done.stdout)
     assert {row["policy"] for row in rows} == {"snapkv:window=16,kernel=5,decode=append", "RLKV"}
     assert set(rows[0]) == {field.name for field in fields(Published)} | {"runs"}
+    assert rows[0]["runs"] == [] or "--policy snapkv" in rows[0]["runs"][0]
     failed = call("--paper", "2608.0887")
     assert failed.returncode == 2
     assert "Unknown published paper '2608.0887': did you mean 2608.08878" in failed.stderr
+
+
+def test_what_no_run_can_match_is_listed_with_what_is_missing():
+    rows = listing.unmatched("RLKV", "2608.08878", None, whole=False)
+    assert len(rows) == 17 + 3 + 4 + 1 + 1  # scores; errors, times, perplexity and length of answers are none
+    assert rows[0]["missing"] == "No policy here is RLKV."
+    whole = listing.unmatched(None, "IndexMem++", "ruler", whole=True)
+    assert set(whole[0]) == {field.name for field in fields(Published)} | {"missing"}
+    assert "No policy here is query-dependent router." in {row["missing"] for row in whole}
+    assert listing.reach(None, "IndexMem++", None) == (
+        "A run here can match 4 of 34 scores and retentions under eviction, 16 of which are of policies that are here."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--unmatched", "--policy", "kvpopp"], "Unknown published policy 'kvpopp': did you mean kvpop"),
+        (["--unmatched", "--suite", "rular"], "Unknown published suite 'rular'"),
+        (["--unmatched", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_a_wrong_filter_of_the_unmatched_ends_in_a_sentence(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        app.main(["list", "published", *words])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert said in err
+
+
+def test_a_wrong_field_of_an_installed_file_ends_in_a_sentence_with_its_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_installed", lambda: folder(GOOD.replace("budget: 25%", "bugdet: 25%")))
+    with pytest.raises(SystemExit) as ended:
+        app.main(["list", "published", "--unmatched"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert "paper.yaml, line 23, table 1 (Table 1), row TOVA: the field bugdet is unknown." in err
