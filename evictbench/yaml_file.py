@@ -81,12 +81,11 @@ def _add_lines(node: Any, path: KeyPath, lines: dict[KeyPath, int]) -> None:
 
     if len(path) == DEPTH:
         return
+    items: list[tuple[str | int, int, Any]] = []
     if isinstance(node, yaml.MappingNode):
         items = [(str(key.value), key.start_mark.line, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         items = [(index, value.start_mark.line, value) for index, value in enumerate(node.value)]
-    else:
-        return
     for key, line, value in items:
         lines[(*path, key)] = line + 1
         _add_lines(value, (*path, key), lines)

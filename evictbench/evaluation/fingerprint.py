@@ -35,10 +35,10 @@ def fingerprint_of(
 ) -> dict[str, Any]:
     """The fingerprint as run.json holds it under "identity": values that JSON has.
 
+    base: what the model was fine-tuned from, None for one that names no base.
     policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
     is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
-    model, model_weights: the model's name and the hash of its weights. base: what it was fine-tuned from, None for
-    a model that names no base. chat: whether the chat template is used, and
+    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used, and
     template, which. thoughts: whether that template lets the model think. ends: what ends an answer. differs: names of
     what is not as the named protocol has it.
     """
