@@ -33,6 +33,9 @@ SUITE_FAMILIES = "evictbench.suite_families"
 LM_EVAL = "lm-eval:"
 """The beginning of a suite's name that stands for a task of lm-eval's own."""
 
+LM_EVAL_NAME = "lm-eval-"
+"""The beginning of such a suite's name in results, where it is part of a folder's."""
+
 
 @dataclass(frozen=True)
 class ChosenPolicy:

@@ -16,6 +16,7 @@ from evictbench.errors import UserError
 from evictbench.gate import ask
 from evictbench.gate.finding import Finding, GateRequest
 from evictbench.gate.tolerances import EXACT_IDS, EXACT_KL
+from evictbench.gate.wanted import JOINT
 from evictbench.store.files import check_file, saving, write_text
 from evictbench.terminal.console import console_for, describe, say
 from evictbench.terminal.markdown import markdown_text
@@ -206,6 +207,7 @@ def _rows(request: GateRequest) -> list[tuple[str, Sequence[str]]]:
         ("runs", [" ".join([str(request.folder), *request.filters.options()])]),
         ("against", [*against, *(["the numbers of papers"] if request.published else [])]),
         ("samples", ["those that both have" if request.paired else "all"]),
+        ("trainings", ["one row, their mean" if request.trainings else "a row each"]),
         ("fails on", fails),
     ]
 
@@ -218,7 +220,8 @@ def _next(request: GateRequest, findings: Sequence[Finding]) -> list[str]:
     if all(finding.quantity == LATENCY for finding in failing):
         traces = request.traces or traces_in(request.folder)
         return ["evictbench", "plot", str(traces[0])]
-    suites = {finding.suite.partition(", ")[0] for finding in failing if finding.quantity != LATENCY}
+    named = {finding.suite.partition(", ")[0] for finding in failing if finding.quantity != LATENCY}
+    suites = {suite for name in named for suite in name.split(JOINT)}
     return ["evictbench", "report", str(request.folder), "--suite", ",".join(sorted(suites))]
 
 
@@ -237,6 +240,10 @@ def _check(request: GateRequest) -> None:
                 raise UserError(f"{option} is about a baseline: name one with --baseline.")
         if not request.published:
             raise UserError("A gate holds runs against something: --published, or --baseline FOLDER.")
+    if request.base and not request.published:
+        raise UserError("--base names the model that papers measured: it is about --published.")
+    if request.exact and request.trainings:
+        raise UserError("--trainings takes the mean of several runs, and --exact compares single ones: leave one out.")
     filters = request.filters
     if request.published and (filters.model or filters.task or filters.where):
         raise UserError("--model, --task and --where do not go with --published: name the folder of these runs.")

@@ -120,6 +120,14 @@ def gate(
     paired: Annotated[
         bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
     ] = False,
+    trainings: Annotated[
+        bool,
+        typer.Option("--trainings", help="Runs that differ in trained weights alone are one row, their mean."),
+    ] = False,
+    base: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=BASE: a model fine-tuned elsewhere, held against its base's full cache. Repeatable."),
+    ] = None,
     tolerance: Annotated[float, options.real(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
     latency_tolerance: Annotated[
         float,
@@ -152,6 +160,7 @@ def gate(
     from evictbench.cli.gate import gate_and_show
     from evictbench.gate.finding import GateRequest
 
+    given["base"] = tuple(given["base"] or ())
     given["traces"] = tuple(given.pop("trace") or ())
     given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
     raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet, whole))
@@ -197,14 +206,21 @@ def list_published(
     ] = None,
     paper: Annotated[str | None, typer.Option(help="From these papers alone, by arXiv id.")] = None,
     suite: options.OnlySuites = None,
+    unmatched: Annotated[
+        bool, typer.Option("--unmatched", help="Those that no run here can match, and what is missing.")
+    ] = False,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="One number a line, tabs between, no headings.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
     from evictbench.cli import listing
+    from evictbench.terminal.console import console_for, say
 
-    listing.show(listing.published(policy, paper, suite, whole=as_json), as_json, quiet)
+    rows = listing.unmatched if unmatched else listing.published
+    listing.show(rows(policy, paper, suite, whole=as_json), as_json, quiet)
+    if unmatched:
+        say(console_for(stderr=True, quiet=quiet), listing.reach(policy, paper, suite))
 
 
 def doctor(

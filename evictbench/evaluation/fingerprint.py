@@ -25,6 +25,7 @@ def fingerprint_of(
     data: Mapping[str, str],
     model: str,
     model_weights: str,
+    base: Mapping[str, Any] | None,
     dtype: str,
     chat: Chat,
     ends: EndTokens,
@@ -32,6 +33,7 @@ def fingerprint_of(
 ) -> dict[str, Any]:
     """The fingerprint as run.json holds it under "identity": values that JSON has.
 
+    base: what the model was fine-tuned from, None for one that names no base.
     policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
     is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
     model, model_weights: the model's name and the hash of its weights. chat: how the chat template is used. ends: what
@@ -81,6 +83,7 @@ def fingerprint_of(
         "model": model,
         "weights": model_weights,
         "dtype": dtype,
+        **({} if base is None else {"base_model": dict(base)}),
     }
 
 

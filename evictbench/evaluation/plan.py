@@ -18,6 +18,7 @@ from evictbench.evaluation.protocol import Differences
 from evictbench.evaluation.settings import RunSettings
 from evictbench.generation.end_tokens import EndTokens, end_tokens
 from evictbench.models import devices, load
+from evictbench.models.fine_tuned import base_of
 from evictbench.models.policy_weights import Weights
 from evictbench.models.ready import ready_policy
 from evictbench.policy.base import BasePolicy
@@ -166,6 +167,7 @@ def make_plan(
         data=prepared.data,
         model=model,
         model_weights=load.weights_hash(source, code),
+        base=base_of(config, model),
         dtype=dtype,
         chat=chat,
         ends=ends,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.models import load
+from evictbench.models import fine_tuned, load
 from evictbench.models.model_files import CONFIG, read_object
 from evictbench.numerals import MOST, read_whole, shown
 from evictbench.policy.budget import Budget
@@ -178,7 +178,7 @@ def _known_as(model: str) -> str:
     """The name by which a table of a protocol knows a model: that of the model it was fine-tuned from, if its config
     names one, and else its own. model: as `--model` takes it."""
     source = load.resolve(model)
-    base = None if source.path is None else read_object(source.path / CONFIG).get("evictbench_base")
+    base = None if source.path is None else read_object(source.path / CONFIG).get(fine_tuned.FIELD)
     named = base.get("name") if isinstance(base, Mapping) else None
     return named if isinstance(named, str) else source.result_name
 

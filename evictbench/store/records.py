@@ -176,8 +176,17 @@ class ProtocolEntry(Struct, kw_only=True):
     differs: list[str] = []
 
 
+class BaseModel(Struct, kw_only=True):
+    """What a model was fine-tuned from. sha256: the hash of the base's weights. policy: the label of the policy that it
+    was trained under. A model that was trained elsewhere may state its base's name alone."""
+
+    name: Name
+    sha256: Name | None = None
+    policy: Name | None = None
+
+
 class Identity(Struct, kw_only=True):
-    """Everything that the fingerprint of a run is made of."""
+    """Everything that the fingerprint of a run is made of. base_model: of a fine-tuned model alone."""
 
     suite: Name
     tasks: dict[str, Scalar]
@@ -189,6 +198,7 @@ class Identity(Struct, kw_only=True):
     model: Name
     weights: str | None
     dtype: Name
+    base_model: BaseModel | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.budget is not None:
