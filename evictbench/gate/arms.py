@@ -44,7 +44,8 @@ class Run:
     @property
     def base(self) -> str | None:
         """The model that it speaks as, where its own was fine-tuned from that one."""
-        return self.columns["base_model"]
+        base = self.columns["base_model"]
+        return None if base is None else str(base)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -157,7 +158,7 @@ def read_runs(folder: Path, bases: Mapping[str, str] | None = None) -> list[Run]
     for _, own in samples.groupby("fingerprint", observed=True, sort=False):
         first = own.iloc[0]
         columns = {name: None if first[name] != first[name] else first[name] for name in RUN_COLUMNS}
-        columns["base_model"] = given.get(plain(columns["model"]), columns["base_model"])
+        columns["base_model"] = given.get(plain(str(columns["model"])), columns["base_model"])
         runs.append(
             Run(
                 columns=columns,
@@ -178,7 +179,7 @@ def arms(runs: Sequence[Run], joint: Collection[str] = (), trainings: bool = Fal
     joint: suites of means over suites ("gsm8k+bbh"), for which runs that are alike in all else are put together.
     trainings: whether runs that differ in their weights alone are one arm.
     """
-    sets = [(run,) for run in runs]
+    sets: list[tuple[Run, ...]] = [(run,) for run in runs]
     for name in joint:
         sets += _of_suites(runs, name.split(JOINT))
     if not trainings:

@@ -98,7 +98,7 @@ def tasks_of(entry: Published, arm: Arm) -> tuple[list[tuple[str, ...]], list[st
 def weights_of(entry: Published, parts: Sequence[Sequence[str]], documents: Mapping[str, int]) -> dict[str, float]:
     """How each task of `tasks_of` weighs in the mean, 1 in all: suites alike, and within one its tasks alike or by
     their number of documents, as the paper has it. documents: of each task."""
-    weights = {}
+    weights: dict[str, float] = {}
     for tasks in parts:
         sizes = {task: documents[task] if entry.weighting == "documents" else 1 for task in tasks}
         whole = sum(sizes.values()) or 1

@@ -287,7 +287,7 @@ def _check_protocol(place: _Place, protocol: Any) -> None:
 
 
 def _tasks(place: _Place, tasks: Any) -> tuple[str, ...]:
-    names = list(tasks) if isinstance(tasks, (list, tuple)) else [None]
+    names: list[Any] = list(tasks) if isinstance(tasks, (list, tuple)) else [None]
     if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
         raise UserError(f"{place.at('tasks')}: the field tasks has to be a list of names, each once, not {tasks!r}.")
     return tuple(names)
