@@ -2,7 +2,7 @@
 
     V=studies/authors/variants.py
     python -m studies.compare fidelity --data-dir DATA --prefill dense --limit 8 --budgets 128 \\
-        --test tova_newest,h2o_halves --policies tova,$V:TOVAKeepingNewest,h2o,$V:H2OWithOneRecentMore
+        --test tova_newest,h2o_recent --policies tova,$V:TOVAKeepingNewest,h2o,$V:H2OWithOneRecentMore
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class TOVAKeepingNewest(TOVA):  # type: ignore[misc]
 
 
 class H2OWithOneRecentMore(H2O):  # type: ignore[misc]
-    """H2O with equal halves of what is held beside the next query's own entry, as in the authors' `real_drop` code."""
+    """H2O with halves that do not count the next query's own entry, as in the authors' `real_drop` code."""
 
-    name = "h2o_halves"
-    summary = "H2O with equal halves beside the query's own entry"
+    name = "h2o_recent"
+    summary = "H2O with one recent entry more"
 
     def recent(self, budget: Tensor | int) -> Tensor | int:
-        """Half of what is held, and the next query's own."""
-        return (budget - 1) // 2 + 1
+        """Half of the budget, and the next query's own."""
+        return budget // 2 + 1
