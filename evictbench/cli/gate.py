@@ -203,11 +203,11 @@ def _rows(request: GateRequest) -> list[tuple[str, Sequence[str]]]:
     if request.published:
         fails.append(f"retention more than {points} below a paper's")
     against = [] if request.baseline is None else [str(request.baseline)]
+    trainings = ["the mean of runs that differ in trained weights alone"] if request.trainings else []
     return [
         ("runs", [" ".join([str(request.folder), *request.filters.options()])]),
         ("against", [*against, *(["the numbers of papers"] if request.published else [])]),
-        ("samples", ["those that both have" if request.paired else "all"]),
-        ("trainings", ["one row, their mean" if request.trainings else "a row each"]),
+        ("samples", ["those that both have" if request.paired else "all", *trainings]),
         ("fails on", fails),
     ]
 
