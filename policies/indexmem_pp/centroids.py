@@ -34,10 +34,9 @@ def cluster(keys: Tensor, values: Tensor, centroids: int, seed: int = 0) -> tupl
     if keys.shape[0] <= centroids:
         return centres, values, keys.new_ones(keys.shape[0])
     for _ in range(ITERATIONS):
-        sizes, sums = _sums(_nearest(keys, centres), keys, centres.shape[0])
+        members = _nearest(keys, centres)
+        sizes, sums = _sums(members, keys, centres.shape[0])
         centres = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), centres)
-    members = _nearest(keys, centres)
-    sizes, sums = _sums(members, keys, centres.shape[0])
     held = sizes > 0
     value_sums = _sums(members, values, centres.shape[0])[1]
     return sums[held] / sizes[held, None], value_sums[held] / sizes[held, None], sizes[held]
