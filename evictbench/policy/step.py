@@ -125,8 +125,8 @@ class PrefillChunk:
     """The entries that one layer stores of one row while its prompt is read, for a `HeadBudgetPolicy`.
 
     state: the policy's slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the
-    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool, one
-    number for all heads; or `[kv_heads]` int64 where the pools have been divided before this layer attends
+    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool,
+    one number for all heads; or `[kv_heads]` int64 where the pools have been divided before this layer attends
     (`divides_first`): then the chunk is the whole prompt.
     """
 

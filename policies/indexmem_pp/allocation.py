@@ -65,7 +65,10 @@ def table_budgets(budgets: Tensor, *, places: int, protected: int, floor: int) -
 
 
 def read_table(data: object, shape: ModelShape, origin: str) -> Tensor:
-    """A table `[layers, kv_heads]` of head budgets or shares. data: nested lists or a tensor; UserError, naming origin: not a table."""
+    """A table `[layers, kv_heads]` of head budgets or shares. data: nested lists or a tensor.
+
+    Raises UserError, which names `origin`, for what is no such table.
+    """
     try:
         table = torch.as_tensor(data, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -45,8 +45,16 @@ def expiry(
         return _static(middle, positions, first, new, capacity, sinks, window).clamp(max=NEVER).to(torch.int32)
     if isinstance(capacity, Tensor):
         by_head = [
-            expiry(score[[head]], rate[[head]], positions[[head]], first=first, new=new, capacity=own, sinks=sinks,
-                   window=window)
+            expiry(
+                score[[head]],
+                rate[[head]],
+                positions[[head]],
+                first=first,
+                new=new,
+                capacity=own,
+                sinks=sinks,
+                window=window,
+            )
             for head, own in enumerate(capacity.tolist())
         ]
         return torch.cat(by_head)

@@ -15,6 +15,7 @@ deadlines, masks, the pool, centroids and the order of calls are theirs. The ans
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 REPOSITORY, COMMIT = "Chooovy/kvpress", "5a5826ed08f06349dc2f7d9d81b33cef8adfb6d5"
 COMMAND = "python -m studies.authors.indexmem_pp --checkout CHECKOUT"
 
-VOCABULARY, WIDTH, ANSWER = 20, 12, 20
+VOCABULARY, WIDTH, ANSWER = 20, 12, 16
 """Tokens of the tiny models, width of their scorers, and tokens after a prompt and a question."""
 
 
@@ -63,14 +64,14 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    "mass": Case("qwen3", 2, 4, 2, prompt=96, budget=40, centroids=6, floor=8),
-    "mass_llama": Case("llama", 2, 8, 4, prompt=130, budget=36, centroids=0, floor=4),
-    "uniform": Case("qwen3", 2, 4, 2, prompt=96, budget=40, centroids=6, floor=8, budgets="uniform"),
+    "mass": Case("qwen3", 2, 4, 2, prompt=72, budget=36, centroids=6, floor=8),
+    "mass_llama": Case("llama", 2, 8, 4, prompt=96, budget=32, centroids=0, floor=4),
+    "uniform": Case("qwen3", 2, 4, 2, prompt=72, budget=36, centroids=6, floor=8, budgets="uniform"),
     "static": Case(
-        "qwen3", 2, 4, 2, prompt=96, budget=40, centroids=0, floor=8, budgets="static", table=((26, 54), (47, 33))
+        "qwen3", 2, 4, 2, prompt=72, budget=36, centroids=0, floor=8, budgets="static", table=((24, 48), (43, 29))
     ),
-    "fits": Case("qwen3", 2, 4, 2, prompt=38, budget=40, centroids=6, floor=8),
-    "question": Case("qwen3", 2, 4, 2, prompt=96, budget=40, centroids=6, floor=8, question=9),
+    "fits": Case("qwen3", 2, 4, 2, prompt=34, budget=36, centroids=6, floor=8),
+    "question": Case("qwen3", 2, 4, 2, prompt=72, budget=36, centroids=6, floor=8, question=9),
 }
 
 DIVISIONS: Sequence[tuple[int, int, int, int, int, float]] = [
@@ -331,7 +332,7 @@ def _read_text(
     if case.question == 0:
         borders = list(range(case.prompt, case.length + 1))
     with torch.no_grad():
-        for start, stop in zip(borders, borders[1:], strict=False):
+        for start, stop in itertools.pairwise(borders):
             positions = torch.arange(start, stop)[None]
             output = model(input_ids=text[:, start:stop], past_key_values=cache, position_ids=positions).logits
             logits += output[0].tolist()
@@ -352,7 +353,9 @@ def _read_text(
 
 
 def _rows(run: Any, case: Case) -> list[list[int]]:
-    return [list(range(run.pool.rows_for(layer, 0).start, run.pool.rows_for(layer, 0).stop)) for layer in range(case.layers)]
+    return [
+        list(range(run.pool.rows_for(layer, 0).start, run.pool.rows_for(layer, 0).stop)) for layer in range(case.layers)
+    ]
 
 
 def _held(run: Any, case: Case) -> list[list[list[int]]]:
@@ -424,9 +427,7 @@ def run_deadlines() -> list[list[list[int]]]:
 
     masks = import_module("kvpress.indexmem.kernels.prefill_attention")
     return [
-        masks.deadlines(
-            deadline_scores(number), torch.tensor(budgets), sink_size=sinks, window_size=window
-        ).tolist()
+        masks.deadlines(deadline_scores(number), torch.tensor(budgets), sink_size=sinks, window_size=window).tolist()
         for number, (_, budgets, sinks, window) in enumerate(DEADLINES)
     ]
 

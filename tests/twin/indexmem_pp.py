@@ -101,9 +101,7 @@ def least_share(budget: int, unprotected: int, slots: int, floor: int | None) ->
     return max(min(wanted, unprotected), slots)
 
 
-def divide_by_mass(
-    masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floor: int
-) -> list[int]:
+def divide_by_mass(masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floor: int) -> list[int]:
     """The shares of the heads, as `mass_head_budgets` finds them.
 
     masses: what the last query gives each entry to choose from, best first; pinned: what it gives those that stay

@@ -41,9 +41,10 @@ class Rules:
 
     floor: what each head has at least beside sinks and window; None: see `least_share`. prompt: what limits the
     context's queries natively, budgets "divided" before a layer attends or an "equal_share" less the centroids.
-    deadlines: whether they are ranked by the "middle" query of their pass or each by itself, "exact"; None: middle where
-    budgets are divided first. on_top: after the context a pass attends before anything leaves, so that it sees all that
-    was held and its own entries on top of the budget, as in the authors' code; else each query is within the budget.
+    deadlines: whether they are ranked by the "middle" query of their pass or each by itself, "exact"; None: middle
+    where budgets are divided first. on_top: after the context a pass attends before anything leaves, so that it sees
+    all that was held and its own entries on top of the budget, as in the authors' code; else each query is within the
+    budget.
     """
 
     context: int
@@ -194,6 +195,9 @@ class Run:
             self.keys[at][here], self.values[at][here] = keys[:, kv_head], values[:, kv_head]
             for offset, position in enumerate(positions):
                 score, rate = self.score_and_rate(layer, kv_head, position, received[offset])
+                if self.compressed and self.rules.on_top:
+                    # Their pass of several tokens adds a token's place in the pass twice.
+                    score += offset * 1e-6 - rate * offset / 16384
                 self.scores[at].append(score)
                 self.rates[at].append(rate)
 

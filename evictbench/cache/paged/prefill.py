@@ -71,16 +71,19 @@ def read_chunk(
     return output
 
 
-def _divide(
-    policy: HeadBudgetPolicy, layer: int, prompt: Prompt, budget: RowBudget, states: Sequence[str]
-) -> Tensor:
+def _divide(policy: HeadBudgetPolicy, layer: int, prompt: Prompt, budget: RowBudget, states: Sequence[str]) -> Tensor:
     """The places of each head, `[kv_heads]` int64, from all that is stored and the prompt's last query."""
     assert prompt.mass is not None
     positions = prompt.held("positions")
     age = policy.ranking_query(budget.prompt) - positions
     scores = policy.score_at({name: prompt.held(name) for name in states}, age)
     division = HeadBudgets(
-        layer, prompt.mass, scores, _competes(policy, prompt, budget), budget.places, budget.centroids,
+        layer,
+        prompt.mass,
+        scores,
+        _competes(policy, prompt, budget),
+        budget.places,
+        budget.centroids,
         budget.over_budget,
     )
     return policy.head_budgets(division).to(scores.device)

@@ -20,8 +20,8 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """`context` tokens are read in parts of `chunk`, or whole where that is needed, and compressed; `question` tokens in
-    one; the rest one by one."""
+    """`context` tokens are read in parts of `chunk`, or whole where that is needed, and compressed; `question` tokens
+    in one; the rest one by one."""
 
     rules: Rules
     kind: Literal["llama", "qwen3"]

@@ -135,7 +135,9 @@ def test_a_divided_prompt_is_read_whole_whatever_the_chunk() -> None:
         [(0, 12), (12, 20)],
     ]
     assert len(list(ModelRunner(model, policy, budget, prefill="dense", chunk=7).chunks(20, None))) == 3
-    assert not torch.allclose(found[0], ModelRunner(model, fitted(model, 3, prompt="equal_share")[0], budget).prefill(prompt)[1])
+    assert not torch.allclose(
+        found[0], ModelRunner(model, fitted(model, 3, prompt="equal_share")[0], budget).prefill(prompt)[1]
+    )
 
 
 def test_a_divided_prompt_in_chunks_is_refused_before_anything_is_read() -> None:
