@@ -160,7 +160,7 @@ def test_shares_of_a_table() -> None:
     cache = cache_of(case, policy)
     for begin, end in case.parts:
         forward(case.model(), cache, case.tokens[begin:end])
-    for layer, places in enumerate(([5, 11], [15, 1])):
+    for layer, places in enumerate(([5, 11], [16, 0])):
         held = [len(kept(cache, layer, head)) for head in range(2)]
         # The next query's own entry is one of the window's four.
         assert held == [2 + 3 + count for count in places]
