@@ -56,7 +56,8 @@ class RowBudget:
 
     budget: as given. prompt: tokens of the prompt. entries: the budget of the prompt's queries. protected: entries that
     are never evicted, sinks and recent window. centroids: of each head. sparse: a query of the prompt does not see what
-    a pool of this size would have evicted. bounded: that is not stored either.
+    its head's pool would have evicted. divided: the pools' sizes are set before a layer attends to the prompt, which
+    comes in one pass; else a prompt's pools are equal. bounded: what is not seen is not stored either.
     """
 
     budget: Budget
@@ -65,6 +66,7 @@ class RowBudget:
     protected: int
     centroids: int
     sparse: bool
+    divided: bool
     bounded: bool
 
     @classmethod
@@ -79,13 +81,19 @@ class RowBudget:
             protected=policy.sinks + int(policy.recent(entries)),
             centroids=policy.centroids(entries),
             sparse=sparse,
+            divided=sparse and mode == "sparse" and policy.divides_first,
             bounded=sparse and mode == "bounded",
         )
 
     @property
+    def places(self) -> int:
+        """Entries of each head beside the protected ones, centroids included, before they are divided among heads."""
+        return self.entries - self.protected
+
+    @property
     def capacity(self) -> int:
         """Entries of each head's pool, before the pools are divided."""
-        return self.entries - self.protected - self.centroids
+        return self.places - self.centroids
 
     @property
     def over_budget(self) -> bool:

@@ -97,9 +97,12 @@ class ModelRunner:
         )
 
     def chunks(self, length: int, border: int | None) -> Iterator[tuple[int, int]]:
-        """Where the forward passes of a prompt begin and end: chunks up to the border, what follows it in one."""
+        """Where the forward passes of a prompt begin and end: chunks up to the border, what follows it in one.
+
+        A policy that `reads_whole` gets one chunk, however long."""
         end = border if border and border < length else length
-        bounds = [*range(0, end, self.chunk), end, *([length] if end < length else [])]
+        whole = self.budget is not None and self.policy.reads_whole(self.prefill_mode)
+        bounds = [*range(0, end, end if whole else self.chunk), end, *([length] if end < length else [])]
         return itertools.pairwise(bounds)
 
     def prompt_cache(

@@ -41,7 +41,7 @@ class BasePolicy:
     needs_budget: whether the policy works under a budget.
     prefill: the method's own prompt mode. "dense": the prompt is attended to whole and cut once at its end. "bounded":
     the cache never holds more than the budget and one chunk. "sparse" (`HeadBudgetPolicy` only): the whole prompt is
-    held until its end, but a query does not see what a bounded cache would have evicted.
+    held until its end, but a query does not see what has been evicted for it.
     learned: the policy needs trained weights, which its method `use` takes. has_weights: it has taken some.
     weights_in_model: they lie in the model's own checkpoint, among its tensors.
     transferable: the weights' shapes do not depend on the model.
@@ -97,6 +97,10 @@ class BasePolicy:
     def prefill_mode(cls, given: Prefill) -> PrefillMode:
         """The prompt mode of a run. given: "native" for the policy's own, else "dense" or "bounded"."""
         return cls.prefill if given == "native" else given
+
+    def reads_whole(self, given: Prefill) -> bool:
+        """Whether a prompt has to come in one forward pass, whatever the chunk. given: as of `prefill_mode`."""
+        return False
 
     @final
     def charge(self, shape: ModelShape) -> Charge:

@@ -125,31 +125,35 @@ class PrefillChunk:
     """The entries that one layer stores of one row while its prompt is read, for a `HeadBudgetPolicy`.
 
     state: the policy's slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the
-    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool.
+    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool,
+    one number for all heads; or `[kv_heads]` int64 where the pools have been divided before this layer attends
+    (`divides_first`): then the chunk is the whole prompt.
     """
 
     state: Mapping[str, Tensor]
     positions: Tensor
     first: int
     new: int
-    capacity: int
+    capacity: int | Tensor
 
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """What is known when one layer's pool is divided among its KV heads, at the end of a row's prompt.
+    """What is known when one layer's budget is divided among its KV heads, before or after it attends to a prompt.
 
     layer: the layer's index. mass: `[kv_heads, slots]`, the softmax of the prompt's last query over all stored
-    entries, mean over the query heads of a KV head. scores: `[kv_heads, slots]`, the score of each entry for that
-    query. competes: `[kv_heads, slots]` bool, the entries that are not protected. capacity: entries of each head's
-    pool if all heads had equally many. over_budget: the prompt is longer than its budget, and all of it is stored.
+    entries, mean over the query heads of a KV head. scores: `[kv_heads, slots]`, the score of each entry for the
+    query `ranking_query`. competes: `[kv_heads, slots]` bool, the entries that are not protected. places: entries of
+    each head beside the protected ones if all heads had equally many. centroids: how many of each head's places are
+    centroids after the prompt. over_budget: the prompt is longer than its budget, and all of it is stored.
     """
 
     layer: int
     mass: Tensor
     scores: Tensor
     competes: Tensor
-    capacity: int
+    places: int
+    centroids: int
     over_budget: bool
 
 
