@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from evictbench.errors import UserError
+from evictbench.policy.layer_kinds import layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,9 +23,10 @@ if TYPE_CHECKING:
 NAME = "evictbench"
 
 DenseAttention = Callable[[int, torch.nn.Module, Tensor, Tensor, Tensor, float], Tensor | None]
-"""Attention of a pass without a cache, given to the model as `dense_attention=`. It gets the layer's index, the
-attention module, the rotated query `[rows, heads, S, head_dim]`, the key and the value `[rows, kv_heads, S, head_dim]`
-and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None for transformers' own attention."""
+"""Attention of the layers that evict in a pass without a cache, given to the model as `dense_attention=`. It gets the
+layer's number among those that evict, the attention module, the rotated query `[rows, heads, S, head_dim]`, the key and
+the value `[rows, kv_heads, S, head_dim]` and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None
+for transformers' own attention."""
 
 
 OURS = -1
@@ -57,7 +60,9 @@ class Unsupported(UserError):
 
 
 class AttendingLayer(Protocol):
-    """A cache layer that keys carry."""
+    """A cache layer that keys carry. window: the most tokens that a query of it sees; None: all."""
+
+    window: int | None
 
     def check_positions(self, positions: Tensor | None) -> None:
         """Raise UserError for new tokens that do not go on from what has been seen. positions: `[1 or rows, new]`."""
@@ -106,33 +111,29 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
         return sdpa_mask
     _check_causal(**kwargs)
-    return new_token_mask(kwargs["q_length"], kwargs.get("attention_mask"))
+    return new_token_mask(kwargs["q_length"], kwargs.get("attention_mask"), kwargs.get("local_size"))
 
 
-def new_token_mask(queries: int, attention_mask: Tensor | None) -> Tensor | None:
-    """Which of the new tokens are not padding, `[rows, new]` bool. Causality and slots are the cache's affair.
+def new_token_mask(queries: int, attention_mask: Tensor | None, window: int | None = None) -> Tensor | None:
+    """Which of the new tokens are not padding, `[rows, new]` bool. Causality, windows and slots are the cache's affair.
 
     queries: how many tokens are new. attention_mask: `[rows, tokens]`, of all tokens that have been read; None: no
-    padding. The result has the number of all tokens as its attribute `text_length`.
+    padding. window: of the layers that the mask is for. The result has the number of all tokens as its attribute
+    `text_length`, and the window as `window`.
     """
     if attention_mask is None:
         return None
     real = attention_mask[:, -queries:].bool()
-    real.text_length = attention_mask.shape[1]  # type: ignore[attr-defined]
+    real.text_length, real.window = attention_mask.shape[1], window  # type: ignore[attr-defined]
     return real
 
 
 def _check_causal(
-    kv_length: int, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
+    mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
 ) -> None:
-    """Raise UserError if a mask differs from the causal one. A window is one that has not slid yet."""
+    """Raise UserError if a mask differs from the causal one and from that of a window, which a layer applies itself."""
     from transformers.masking_utils import causal_mask_function
 
-    if local_size is not None and kv_length > local_size:
-        raise UserError(
-            f"The layers of this model attend to the last {local_size} tokens, and the text has {kv_length}: sliding "
-            "windows are not supported under an eviction policy."
-        )
     if local_size is None and mask_function not in (None, causal_mask_function):
         raise UserError(
             "This pass masks more than the future and padding (tokens that see later ones, for example), which is not "
@@ -157,18 +158,20 @@ def attend(
     """
     layer: AttendingLayer | None = getattr(key, "cache_layer", None)
     if layer is not None:
-        refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2])
+        refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2], layer.window)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if attention_mask is None:  # a mask says how long the text is
             layer.check_positions(kwargs.get("position_ids"))
         return layer.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2), None
     dense: DenseAttention | None = kwargs.get("dense_attention")
     if dense is not None:
-        refuse_unknown(module, kwargs, query.shape[2])
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = dense(cast(int, module.layer_idx), module, query, key, value, scale)
-        if output is not None:
-            return output.transpose(1, 2), None
+        index = _evicting_index(module)
+        if index is not None:
+            refuse_unknown(module, kwargs, query.shape[2])
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            output = dense(index, module, query, key, value, scale)
+            if output is not None:
+                return output.transpose(1, 2), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     text_length: int | None = getattr(attention_mask, "text_length", None)
@@ -180,15 +183,28 @@ def attend(
     return attended
 
 
-def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int) -> None:
+def _evicting_index(module: torch.nn.Module) -> int | None:
+    """The number of an attention module's layer among those that evict; None for another layer."""
+    if module not in _evicting:
+        number = cast(int, module.layer_idx)
+        kinds = layer_kinds(module.config)
+        _evicting[module] = sum(kind.evicts for kind in kinds[:number]) if kinds[number].evicts else None
+    return _evicting[module]
+
+
+_evicting: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
+
+
+def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int, window: int | None = None) -> None:
     """Raise Unsupported for an argument to attention that the cache does not know, naming the layer and the argument.
 
-    length: tokens of the text so far. A sliding window that is no shorter slides over nothing.
+    length: tokens of the text so far. A sliding window that is no shorter slides over nothing. window: the one that the
+    layer of the cache applies.
     """
     for name, value in arguments.items():
         if name in NO_CHANGE or value is None or value is False or (name in NO_EFFECT and value == NO_EFFECT[name]):
             continue
-        if name == "sliding_window" and length <= value:
+        if name == "sliding_window" and (length <= value or value == window):
             continue
         layer = getattr(module, "layer_idx", None)
         shown = f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"`{name}`"

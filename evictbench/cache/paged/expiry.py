@@ -65,7 +65,7 @@ class ExpiryCache(PagedCache):
 
     def held_entries(self, layer: int, row: int) -> list[tuple[Tensor, Tensor]]:
         """Positions and expiry of all entries that a row has in the layer's pages, by KV head."""
-        pool = self.layers[layer].pool
+        pool = self.evicting[layer].pool
         assert pool is not None
         return [(pool.entries(owner, "positions"), pool.entries(owner, "expiry")) for owner in self.owners(row)]
 

@@ -78,9 +78,9 @@ class HeadBudgetCache(PagedCache):
 
     def held_entries(self, layer: int, row: int) -> list[tuple[Tensor, Tensor]]:
         """Positions and expiry of a row's entries, by KV head, without centroids and the entry to be replaced next."""
-        if (prompt := self.layers[layer].prompts.get(row)) is not None:
+        if (prompt := self.evicting[layer].prompts.get(row)) is not None:
             return list(zip(prompt.held("positions"), prompt.held("expiry"), strict=True))
-        pool = self.layers[layer].pool
+        pool = self.evicting[layer].pool
         assert pool is not None
         heads: list[tuple[Tensor, Tensor]] = []
         for owner in self.owners(row):
@@ -91,7 +91,7 @@ class HeadBudgetCache(PagedCache):
 
     def entries_held(self) -> tuple[Tensor | float, Tensor | float]:
         """The most and the mean entries of a KV head: while prompts are read those held, later those seen next."""
-        plain = [prompt.length for layer in self.layers for prompt in layer.prompts.values()]
+        plain = [prompt.length for layer in self.evicting for prompt in layer.prompts.values()]
         return (max(plain), sum(plain) / len(plain)) if plain else super().entries_held()
 
     def decodes_in_pages(self, plan: ForwardPlan) -> bool:
@@ -225,7 +225,7 @@ class HeadBudgetCache(PagedCache):
                 self._drop_hidden(plan, plan.seen)
                 return
             self._drop_hidden(plan, [seen - 1 for seen in plan.seen])
-            for layer in self.layers:
+            for layer in self.evicting:
                 owners = [self.owners(row) for row in range(plan.rows)]
                 move_into_pages(self.policy, layer, owners, self._budgets(), tuple(self.slot_tensors))
         elif plan.single:
@@ -276,7 +276,7 @@ class HeadBudgetCache(PagedCache):
             if dropped <= 0:
                 continue
             by_device: dict[torch.device, list[Prompt]] = {}
-            for layer in self.layers:
+            for layer in self.evicting:
                 prompt = layer.prompts[index]
                 by_device.setdefault(prompt.buffers["keys"].device, []).append(prompt)
             for prompts in by_device.values():

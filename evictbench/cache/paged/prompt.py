@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evictbench.cache.base import storage_bytes
+from evictbench.cache.buffers import storage_bytes
 from evictbench.cache.kernels import probabilities
 from evictbench.cache.selection import in_slot_order
 
 if TYPE_CHECKING:
-    from evictbench.cache.base import ByteCounter
+    from evictbench.cache.buffers import ByteCounter
     from evictbench.cache.paged.centroids import Means
 
 
