@@ -90,7 +90,7 @@ _looked_at: WeakSet[PreTrainedModel] = WeakSet()
 
 def check_attention_interface(model_class: Any, kind: str) -> None:
     """Raise UserError for a model class whose attention cannot be replaced through transformers' interface."""
-    if not (getattr(model_class, "_supports_attention_backend", False) and model_class._can_set_attn_implementation()):
+    if not model_class._can_set_attn_implementation():
         raise _refusal(kind, "its attention does not go through transformers' attention interface")
 
 
