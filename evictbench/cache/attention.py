@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from evictbench.cache.softmax import Softmax
 from evictbench.errors import UserError
 from evictbench.policy.layer_kinds import layer_kinds
 
@@ -41,11 +42,13 @@ NO_CHANGE = frozenset(
         "num_items_in_batch",
         "output_router_logits",
         "position_ids",
+        "s_aux",
+        "softcap",
         "token_type_ids",
         "use_cache",
     }
 )
-"""Arguments that transformers passes to attention and that change nothing in it, whatever their value."""
+"""Arguments that transformers passes to attention and that change nothing in it, or that are read (s_aux, softcap)."""
 
 NO_EFFECT: dict[str, Any] = {"dropout": 0.0, "is_causal": True}
 """Values of arguments at which they have no effect. None and False have none for any argument."""
@@ -71,12 +74,13 @@ class AttendingLayer(Protocol):
         """Tokens seen before this pass."""
 
     def attend(
-        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, softmax: Softmax
     ) -> Tensor:
         """The layer's attention, and all that follows from it.
 
         query: `[rows, heads, new, head_dim]`. keys, values: `[rows, kv_heads, new, head_dim]`, the new ones. real:
-        `[rows, new]` bool, which new tokens are not padding; None: all. The output is shaped like query.
+        `[rows, new]` bool, which new tokens are not padding; None: all. The output is shaped like query, and as wide as
+        the values.
         """
 
 
@@ -157,19 +161,22 @@ def attend(
     cache, `dense_attention` in the model's keyword arguments may replace transformers' own attention.
     """
     layer: AttendingLayer | None = getattr(key, "cache_layer", None)
+    softmax = Softmax(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    )
     if layer is not None:
         refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2], layer.window)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if attention_mask is None:  # a mask says how long the text is
             layer.check_positions(kwargs.get("position_ids"))
-        return layer.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2), None
+        return layer.attend(module, query, key, value, attention_mask, softmax).transpose(1, 2), None
     dense: DenseAttention | None = kwargs.get("dense_attention")
     if dense is not None:
         index = _evicting_index(module)
         if index is not None:
             refuse_unknown(module, kwargs, query.shape[2])
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            output = dense(index, module, query, key, value, scale)
+            if not softmax.plain:
+                raise Unsupported("its logits are capped or have sinks, which labels and training do not know")
+            output = dense(index, module, query, key, value, softmax.scaling)
             if output is not None:
                 return output.transpose(1, 2), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -177,10 +184,24 @@ def attend(
     text_length: int | None = getattr(attention_mask, "text_length", None)
     if attention_mask is not None and text_length is not None:
         attention_mask = _without_our_cache(attention_mask, text_length)
+    if not softmax.plain:  # torch's kernel knows neither
+        return _attend_unplain(query, key, value, attention_mask, softmax).transpose(1, 2), None
     attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     return attended
+
+
+def _attend_unplain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """Attention without a cache of ours, with capped logits or sinks. mask: sdpa's, True or 0 where a key is seen."""
+    from evictbench.cache.kernels import attend_and_observe
+
+    if mask is None:
+        first = key.shape[2] - 1 if query.shape[2] == 1 else 0
+        return attend_and_observe(query, key, value, None, softmax, causal_from=first, observe=False)[0]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    return attend_and_observe(query, key, value, mask[..., : key.shape[2]], softmax, observe=False)[0]
 
 
 def _evicting_index(module: torch.nn.Module) -> int | None:

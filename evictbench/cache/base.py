@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from evictbench.cache.softmax import Softmax
+
 ONE_GENERATION = (
     "a cache serves one generation. Make a new one for the next text, or copy one with copy.deepcopy after the context."
 )
@@ -225,7 +227,7 @@ class KVCache(Cache, ABC):
 
     @abstractmethod
     def attend(
-        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attention of one layer, and what follows from it for this layer. The output is shaped like query."""
 

@@ -15,10 +15,12 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from evictbench.cache.attention import Unsupported
 from evictbench.cache.buffers import GROWTH_BLOCK, storage_bytes
+from evictbench.cache.kernels import attend_and_observe
 from evictbench.cache.layers import CacheLayer, FixedLayer, LayeredCache
 
 if TYPE_CHECKING:
     from evictbench.cache.forward_plan import ForwardPlan
+    from evictbench.cache.softmax import Softmax
     from evictbench.policy.layer_kinds import LayerKind
 
 QUERIES_AT_ONCE = 512
@@ -41,12 +43,12 @@ class WindowLayer(CacheLayer):
         self.window = kind.size
         self.chunked = kind.holds == "chunk"
 
-    def attend_in(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend_in(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Attention of the new tokens over the window of each, and the new entries in their slots."""
         if plan.single:
             self._write_one(plan, keys, values)
-            return self._attend_one(plan, query, scaling)
-        output = self._attend_chunk(plan, query, keys, values, scaling)
+            return self._attend_one(plan, query, softmax)
+        output = self._attend_chunk(plan, query, keys, values, softmax)
         self._write_chunk(plan, keys, values)
         return output
 
@@ -67,7 +69,7 @@ class WindowLayer(CacheLayer):
         self.keys[rows, :, slots] = keys[:, :, 0]
         self.values[rows, :, slots] = values[:, :, 0]
 
-    def _attend_one(self, plan: ForwardPlan, query: Tensor, scaling: float) -> Tensor:
+    def _attend_one(self, plan: ForwardPlan, query: Tensor, softmax: Softmax) -> Tensor:
         assert self.keys is not None
         assert self.values is not None
         device, used = query.device, min(self.size, max(plan.seen))
@@ -84,15 +86,15 @@ class WindowLayer(CacheLayer):
         level = not self.chunked and min(plan.seen) == max(plan.seen)
         name = f"window bias {self.size} {self.chunked}"
         bias = None if full or level else plan.once(name, device, hidden)
-        return _attend(query, keys, values, bias, scaling)
+        return _attend(query, keys, values, bias, softmax)
 
     # Several new tokens a row.
 
-    def _attend_chunk(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def _attend_chunk(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         before = [seen - count for seen, count in zip(plan.seen, plan.counts, strict=True)]
         held = min(self.size - 1, max(before)) if self.size > 1 else 0
         if held == 0 and plan.queries <= self.size and plan.real is None:
-            return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+            return _attend(query, keys, values, None, softmax, causal=True)
         if held:
             keys, values = (
                 torch.cat([self._last(before, held, self.keys), keys], 2),
@@ -104,7 +106,7 @@ class WindowLayer(CacheLayer):
             begin = max(0, held + first - self.size + 1)
             bias = self._chunk_bias(plan, before, held, begin, first, end, query.device, query.dtype)
             seen = slice(begin, held + end)
-            parts.append(_attend(query[:, :, first:end], keys[:, :, seen], values[:, :, seen], bias, scaling))
+            parts.append(_attend(query[:, :, first:end], keys[:, :, seen], values[:, :, seen], bias, softmax))
         return torch.cat(parts, 2)
 
     def _chunk_bias(
@@ -294,5 +296,13 @@ def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling, enable_gqa=True)
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softmax: Softmax, causal: bool = False
+) -> Tensor:
+    """Attention under a bias, or without one over all keys, or those up to each query's own."""
+    if softmax.plain:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=bias, is_causal=causal, scale=softmax.scaling, enable_gqa=True
+        )
+    first = None if bias is not None else 0 if causal else keys.shape[2] - 1
+    return attend_and_observe(query, keys, values, bias, softmax, causal_from=first, observe=False)[0]

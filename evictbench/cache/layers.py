@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from evictbench.cache.buffers import ByteCounter
     from evictbench.cache.clock import Clock
     from evictbench.cache.forward_plan import ForwardPlan
+    from evictbench.cache.softmax import Softmax
     from evictbench.policy.step import ModelShape
 
 
@@ -35,7 +36,7 @@ class LayeredCache(Protocol):
         """Plan a pass, before the first layer attends."""
 
     def attend(
-        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attention of a layer that evicts, and what follows from it."""
 
@@ -101,7 +102,7 @@ class CacheLayer(CacheLayerMixin):
             self.cache.check_positions(positions)
 
     def attend(
-        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, softmax: Softmax
     ) -> Tensor:
         """Attention of this layer, and all that follows from it; as of `attention.AttendingLayer`."""
         self.awaits_attention = False
@@ -109,15 +110,15 @@ class CacheLayer(CacheLayerMixin):
         cache.clock.lap(REST, query.device)
         plan = cache.begin(module, keys, real) if self.turn == 0 else cache.current
         assert plan is not None
-        output = self.attend_in(plan, query, keys, values, scaling)
+        output = self.attend_in(plan, query, keys, values, softmax)
         if self.turn == len(cache.attending) - 1:
             cache.close(plan)
         cache.clock.lap(POLICY, query.device)
         return output
 
-    def attend_in(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend_in(self, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Attention of this layer within a planned pass. The output is shaped like query."""
-        return self.cache.attend(self, plan, query, keys, values, scaling)
+        return self.cache.attend(self, plan, query, keys, values, softmax)
 
     def forget(self) -> None:
         """Free everything."""

@@ -20,6 +20,8 @@ from evictbench.policy.step import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.cache.softmax import Softmax
+
 
 @dataclass(frozen=True)
 class Handed:
@@ -52,7 +54,7 @@ class _Layer(CacheLayerMixin):
         return carry(key_states, self), value_states
 
     def attend(
-        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, softmax: Softmax
     ) -> Tensor:
         """One token sees itself alone: the output is its value."""
         window = getattr(real, "window", None)

@@ -18,7 +18,6 @@ REFUSED_SETTINGS = {
     "kv_lora_rank": "multi-head latent attention, whose cache has no keys and values per head",
     "num_kv_shared_layers": "layers that share the keys and values of others",
     "cross_attention_layers": "cross-attention layers",
-    "attn_logit_softcapping": "soft-capped attention logits",
 }
 """Config settings that change attention, or what its cache holds, when they are set."""
 

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from evictbench.cache.attention import Unsupported
 from evictbench.cache.base import KVCache
 from evictbench.cache.forward_plan import ForwardPlan
 from evictbench.cache.paged.layer import PagedLayer
 from evictbench.cache.paged.pool import PagePool
 from evictbench.cache.paged.stack import StackedPools
 from evictbench.cache.rows import Sequence
+from evictbench.cache.softmax import Softmax
 from evictbench.policy.ragged import PagedPolicy
 from evictbench.policy.step import EMPTY, Activation, NewEntries
 
@@ -152,6 +154,12 @@ class PagedCache(KVCache):
             decodes=self.prompt_done,
             ends_prompt=ends_prompt,
         )
+
+    def plain_scaling(self, softmax: Softmax) -> float:
+        """The scaling of a layer's logits. Raises Unsupported where they are capped or have sinks."""
+        if not softmax.plain:
+            raise Unsupported(f"its logits are capped or have sinks, which {self.policy.name}'s pages do not know")
+        return softmax.scaling
 
     @abstractmethod
     def decodes_in_pages(self, plan: ForwardPlan) -> bool:

@@ -26,6 +26,7 @@ from evictbench.cache.paged.prefill import drop_hidden, move_into_pages, read_ch
 from evictbench.cache.paged.prompt import Prompt
 from evictbench.cache.paged.stack import StackedPools
 from evictbench.cache.rows import RowBudget
+from evictbench.cache.softmax import Softmax
 from evictbench.errors import UserError
 from evictbench.policy.ragged import HeadBudgetPolicy
 from evictbench.policy.step import NewEntries, SlotTensor
@@ -129,9 +130,10 @@ class HeadBudgetCache(PagedCache):
     # Attention.
 
     def attend(
-        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attend over plain tensors while prompts are read, then in pages. The output is shaped like query."""
+        scaling = self.plain_scaling(softmax)
         new = replace(
             self.new_entries(layer.index, plan, keys, values),
             activation=self.take_activation(layer.index, keys.device),

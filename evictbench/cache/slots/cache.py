@@ -28,6 +28,7 @@ from evictbench.policy.step import NewEntries, Signals, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.cache.softmax import Softmax
     from evictbench.policy.budget import Budget
 
 
@@ -146,7 +147,7 @@ class SlotCache(KVCache):
             self.bytes.add(self.shift.begin(held, plan.sink_shifts()))
 
     def attend(
-        self, layer: SlotLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: SlotLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Write a layer's new entries, attend, show the policy its signals, and evict."""
         step = self._view(layer, plan, self._write(layer, plan, keys, values))
@@ -159,7 +160,7 @@ class SlotCache(KVCache):
             plan=plan,
             step=step,
             query=query,
-            scaling=scaling,
+            softmax=softmax,
             bias=visibility(plan, step, expiry, shared=len(self.placements) == 1),
             shift=self.shift,
             clock=self.clock,
