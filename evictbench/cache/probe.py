@@ -148,12 +148,11 @@ def check_layers(model: PreTrainedModel) -> None:
         if not kinds[index].evicts:
             continue
         key_heads, key_width = layer.key.shape[1], layer.key.shape[3]
-        if layer.value_width != key_width:
-            raise Unsupported(f"{where} has keys of {key_width} and values of {layer.value_width} elements")
         for what, found, stated in (
             ("query heads", layer.heads, shape.heads),
             ("KV heads", key_heads, shape.kv_heads),
             ("elements a key", key_width, shape.head_dim),
+            ("elements a value", layer.value_width, shape.value_dim or shape.head_dim),
             ("elements a query", layer.width, shape.head_dim),
         ):
             if found != stated:

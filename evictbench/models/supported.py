@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 REFUSED_SETTINGS = {
-    "kv_lora_rank": "multi-head latent attention, whose cache has no keys and values per head",
     "num_kv_shared_layers": "layers that share the keys and values of others",
     "cross_attention_layers": "cross-attention layers",
 }
@@ -52,8 +51,6 @@ def check_supported(config: PretrainedConfig) -> None:
         raise _refusal(kind, f"of its {len(kinds)} layers " + ", and ".join(parts))
     if not any(layer.evicts for layer in kinds):
         raise _refusal(kind, "none of its layers attends to the whole text, so that there is nothing to evict")
-    if getattr(text, "is_heterogeneous", False):
-        raise _refusal(kind, "its layers differ from each other in shape")
     for setting, meaning in REFUSED_SETTINGS.items():
         if getattr(text, setting, None):
             raise _refusal(kind, f"it has {meaning} ({setting} is set in its config)")

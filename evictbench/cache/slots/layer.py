@@ -47,7 +47,7 @@ class SlotLayer(EvictingLayer):
         """
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype, float]] = {
             "keys": ((self.shape.head_dim,), like.dtype, 0.0),
-            "values": ((self.shape.head_dim,), like.dtype, 0.0),
+            "values": ((self.shape.value_dim or self.shape.head_dim,), like.dtype, 0.0),
         }
         for name, declared in self.slot_tensors.items():
             if dense or not declared.while_dense:
