@@ -7,6 +7,8 @@ does the rest. Every other pass, with whatever cache or none, is transformers' o
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -63,9 +65,12 @@ class Unsupported(UserError):
 
 
 class AttendingLayer(Protocol):
-    """A cache layer that keys carry. window: the most tokens that a query of it sees; None: all."""
+    """A cache layer that keys carry. number: of the layer in the model. window: the most tokens that a query of it
+    sees; None: all. awaits_attention: it was given keys that have not attended yet."""
 
+    number: int
     window: int | None
+    awaits_attention: bool
 
     def check_positions(self, positions: Tensor | None) -> None:
         """Raise UserError for new tokens that do not go on from what has been seen. positions: `[1 or rows, new]`."""
@@ -96,10 +101,29 @@ def use(model: PreTrainedModel) -> None:
 
 
 def carry(keys: Tensor, layer: AttendingLayer) -> Tensor:
-    """The keys, with the cache layer on them."""
+    """The keys, with the cache layer on them.
+
+    Some models make other keys of them before they attend (multi-head latent attention). The layer is remembered for
+    the attention that comes next, too.
+    """
     carrying = keys.view_as(keys)
     carrying.cache_layer = layer  # type: ignore[attr-defined]
+    _last.layer = weakref.ref(layer)
     return carrying
+
+
+_last = threading.local()
+"""layer: a weak reference to the cache layer that was given keys last, on this thread."""
+
+
+def _layer_of(module: torch.nn.Module, key: Tensor) -> AttendingLayer | None:
+    """The cache layer that keys belong to; None for a pass without a cache of ours."""
+    layer: AttendingLayer | None = getattr(key, "cache_layer", None)
+    if layer is None and (last := getattr(_last, "layer", None)) is not None:
+        layer = last()
+        if layer is None or not layer.awaits_attention or layer.number != getattr(module, "layer_idx", None):
+            return None
+    return layer
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -160,7 +184,7 @@ def attend(
     carry a layer of ours. attention_mask: what `mask` returned. The output is `[rows, new, heads, head_dim]`. Without a
     cache, `dense_attention` in the model's keyword arguments may replace transformers' own attention.
     """
-    layer: AttendingLayer | None = getattr(key, "cache_layer", None)
+    layer = _layer_of(module, key)
     softmax = Softmax(
         query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
     )

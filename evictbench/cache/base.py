@@ -18,7 +18,7 @@ from evictbench.cache import hooks
 from evictbench.cache.attention import OURS, use
 from evictbench.cache.buffers import ByteCounter
 from evictbench.cache.clock import REST, SIGNALS, Clock, NullClock
-from evictbench.cache.fixed import fixed_layer
+from evictbench.cache.fixed import StatefulLayer, WindowLayer, fixed_layer, number_of_states
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
 from evictbench.cache.layers import CacheLayer, EvictingLayer, FixedLayer
 from evictbench.cache.rope import fixed_frequencies_below
@@ -88,10 +88,8 @@ class KVCache(Cache, ABC):
             if self.budget.tokens is not None:
                 policy.check_entries(self.budget.tokens, self.shape)
         self.evicting = [self.new_layer(index) for index in range(self.shape.layers)]
+        self.attending: list[CacheLayer] = []
         super().__init__(layers=self._layers_of(model))
-        self.attending = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
-        for turn, layer in enumerate(self.attending):
-            layer.turn = turn
         use(model)
         self.reset()
 
@@ -102,15 +100,22 @@ class KVCache(Cache, ABC):
     def _layers_of(self, model: PreTrainedModel) -> list[Any]:
         """A cache layer for each layer of the model."""
         evicting = iter(self.evicting)
-        return [
-            next(evicting) if kind.evicts else fixed_layer(self, kind, model.config)
-            for kind in layer_kinds(model.config)
-        ]
+        layers: list[Any] = []
+        for number, kind in enumerate(layer_kinds(model.config)):
+            layer: Any = next(evicting) if kind.evicts else fixed_layer(self, kind, model.config)
+            if isinstance(layer, CacheLayer):
+                layer.number, layer.turn = number, len(self.attending)
+                self.attending.append(layer)
+                if kind.state:
+                    layer = StatefulLayer(number_of_states(model.config), layer)
+            layers.append(layer)
+        return layers
 
     @property
     def fixed(self) -> list[FixedLayer]:
-        """The layers that no policy sees."""
-        return [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
+        """The layers, and parts of layers, that no policy sees."""
+        windows = [layer for layer in self.attending if isinstance(layer, WindowLayer)]
+        return [*windows, *(layer for layer in self.layers if not isinstance(layer, CacheLayer))]
 
     def reset(self) -> None:
         """Forget every sequence and free everything."""
@@ -120,7 +125,7 @@ class KVCache(Cache, ABC):
         self.current: ForwardPlan | None = None
         self.bytes.held = self.bytes.peak = self._state_bytes = 0
         self._recognised = False
-        for layer in self.layers:
+        for layer in (*self.evicting, *self.fixed):
             layer.forget()
 
     @property

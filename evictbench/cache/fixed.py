@@ -259,6 +259,27 @@ class StateLayer(LinearAttentionLayer):
         ]
 
 
+class StatefulLayer(StateLayer):
+    """A layer that attends through the cache and has a state besides. attending: the part that attends."""
+
+    def __init__(self, number_of_states: int, attending: CacheLayer) -> None:
+        super().__init__(number_of_states)
+        self.attending = attending
+        self.is_sliding = attending.is_sliding
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand new keys and values to the part that attends."""
+        return self.attending.update(*args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+        return self.attending.get_seq_length()
+
+    def forget(self) -> None:
+        """Free everything."""
+        self.__init__(self.number_of_states, self.attending)  # type: ignore[misc]
+
+
 class EmptyLayer(DummyLayer):
     """A layer without attention."""
 
@@ -276,12 +297,17 @@ class EmptyLayer(DummyLayer):
         """Nothing is held."""
 
 
+def number_of_states(config: Any) -> int:
+    """States of a layer that holds any. config: the model's."""
+    return int(getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1))
+
+
 def fixed_layer(cache: LayeredCache, kind: LayerKind, config: Any) -> FixedLayer:
     """An empty layer of a kind that does not evict. config: the model's."""
     if kind.holds in ("window", "chunk"):
         return WindowLayer(cache, kind)
     if kind.holds == "state":
-        return StateLayer(getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1))
+        return StateLayer(number_of_states(config))
     if kind.holds == "nothing":
         return EmptyLayer()  # type: ignore[no-untyped-call]
     raise Unsupported(f"it has layers of the kind `{kind.name}`")

@@ -53,8 +53,8 @@ class LayeredCache(Protocol):
 class CacheLayer(CacheLayerMixin):
     """One layer of a cache: hands new keys on to the attention function, which finds the layer on them.
 
-    turn: its place among the layers of the cache that attend through it. window: the tokens that a query sees at most;
-    None: no such limit.
+    number: of the layer in the model. turn: its place among the layers of the cache that attend through it. window:
+    the tokens that a query sees at most; None: no such limit.
     """
 
     is_sliding = False
@@ -62,7 +62,7 @@ class CacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: LayeredCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.turn = 0
+        self.number = self.turn = 0
         self.bytes = cache.bytes
         self.awaits_attention = False
         self.belong_to(cache)

@@ -42,21 +42,25 @@ class Handed:
 class _Layer(CacheLayerMixin):
     """A cache layer that holds nothing and notes what attention is given."""
 
-    def __init__(self, kind: LayerKind) -> None:
+    def __init__(self, kind: LayerKind, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.number = number
+        self.awaits_attention = False
+        self.kind = kind
         self.is_sliding = kind.holds in ("window", "chunk")
         self.window = kind.size
         self.updated = False
         self.handed: Handed | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.updated = True
+        self.updated = self.awaits_attention = True
         return carry(key_states, self), value_states
 
     def attend(
         self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, softmax: Softmax
     ) -> Tensor:
         """One token sees itself alone: the output is its value."""
+        self.awaits_attention = False
         window = getattr(real, "window", None)
         self.handed = Handed(module, query.shape[1], query.shape[3], keys, values.shape[3], window)
         return values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
@@ -77,6 +81,19 @@ class _Layer(CacheLayerMixin):
         return -1
 
 
+class _Cache(Cache):
+    """A cache of such layers, whatever they are."""
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, OURS
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """The name of the argument that takes a cache; transformers 5.24 renamed it."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -95,10 +112,11 @@ def hand_over(model: PreTrainedModel, position: int = 0) -> dict[int, Handed]:
     given an argument that the cache does not know.
     """
     use(model)
-    layers: list[Any] = [_layer(kind) for kind in layer_kinds(model.config)]
+    noting = {number: _Layer(kind, number) for number, kind in enumerate(layer_kinds(model.config))}
+    layers = [_cache_layer(layer) for layer in noting.values()]
     tokens = torch.ones((1, 1), dtype=torch.long, device=model.device)
     named: dict[str, Any] = {
-        cache_argument(model): Cache(layers=layers),
+        cache_argument(model): _Cache(layers=layers),
         "use_cache": True,
         "attention_mask": tokens,
     }
@@ -113,8 +131,8 @@ def hand_over(model: PreTrainedModel, position: int = 0) -> dict[int, Handed]:
         for module in training:
             module.training = True
     found = {}
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, _Layer):
+    for index, layer in noting.items():
+        if layer.kind.holds in ("state", "nothing"):
             continue
         if not layer.updated:
             raise Unsupported(f"its layer {index} puts no keys and values into the cache")
@@ -124,10 +142,22 @@ def hand_over(model: PreTrainedModel, position: int = 0) -> dict[int, Handed]:
     return found
 
 
-def _layer(kind: LayerKind) -> Any:
-    if kind.holds == "state":
+class _Stateful(LinearAttentionLayer):
+    """A layer of the probe that has a state besides."""
+
+    def __init__(self, layer: _Layer) -> None:
+        super().__init__()
+        self.is_sliding = layer.is_sliding
+        self.update = layer.update
+
+
+def _cache_layer(layer: _Layer) -> Any:
+    """What transformers is given in place of a layer that notes."""
+    if layer.kind.holds == "state":
         return LinearAttentionLayer()
-    return DummyLayer() if kind.holds == "nothing" else _Layer(kind)
+    if layer.kind.state:
+        return _Stateful(layer)
+    return DummyLayer() if layer.kind.holds == "nothing" else layer
 
 
 def check_layers(model: PreTrainedModel) -> None:

@@ -18,6 +18,8 @@ convolution state, whose size does not grow. nothing: it has no attention, or re
 BY_NAME: dict[str, Holds] = {
     "full_attention": "text",
     "attention": "text",
+    "hybrid": "text",
+    "hybrid_sliding": "window",
     "sliding_attention": "window",
     "chunked_attention": "chunk",
     "linear_attention": "state",
@@ -29,16 +31,22 @@ BY_NAME: dict[str, Holds] = {
 """What a layer holds, by the name of its kind in the `layer_types` of configs. Other kinds are not supported."""
 
 
+WITH_STATE = frozenset({"hybrid", "hybrid_sliding"})
+"""Kinds of layers that hold a state besides their keys and values."""
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """The kind of one layer.
 
     name: as the config names it. holds: None for a kind that is not supported. size: tokens of a window or chunk.
+    state: it holds a state as well.
     """
 
     name: str
     holds: Holds | None
     size: int | None = None
+    state: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -62,7 +70,7 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         size = sizes.get(holds or "")
         if holds in sizes and longest and size and size >= longest:  # it never slides
             holds, size = "text", None
-        kinds.append(LayerKind(name, holds, size))
+        kinds.append(LayerKind(name, holds, size, name in WITH_STATE))
     return tuple(kinds)
 
 
