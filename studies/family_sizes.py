@@ -27,10 +27,12 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"), CONTEXT),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), WINDOW),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_d_ssm", "mamba_head_dim", "mamba_d_head"), 16),
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
     "rotary_dim": 4,
@@ -127,6 +129,9 @@ def _with_sizes(config_class: Any, more: dict[str, Any]) -> PretrainedConfig:
         default = config_class(**more)
     fields = default.to_dict()
     chosen: dict[str, Any] = {name: value for name, value in SIZES.items() if name in fields}
+    if "qk_rope_head_dim" in chosen:  # latent attention: a key of each query head
+        latent = {"head_dim": chosen["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
+        chosen |= {name: value for name, value in latent.items() if name in fields}
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if name not in more and ("text" in name or "decoder" in name):
             own = getattr(default, name, None)
