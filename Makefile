@@ -55,6 +55,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy evictbench policies suites training studies benchmarks
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m studies.authors.table --check
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -110,10 +111,11 @@ study: model
 	$(BIN)/python -m studies.oracle_study $(STUDY_ARGS)
 
 # The weights that come with the package, about two hours on two cores: DATA holds gsm8k/train.jsonl and ruler/essays.
+# ONLY=kvpop:label=mean makes those of one policy.
 train-bundled: model
 	$(BIN)/python -m training.texts --data-dir $(DATA) --out $(TRAINING)
-	$(BIN)/python -m training.bundled --texts $(TRAINING) --work $(TRAINING)
-	$(BIN)/python -m training.calibration --data-dir $(DATA) --texts $(TRAINING)/gates.jsonl
+	$(BIN)/python -m training.bundled --texts $(TRAINING) --work $(TRAINING) $(if $(ONLY),--only $(ONLY))
+	$(if $(filter-out dms,$(ONLY)),,$(BIN)/python -m training.calibration --data-dir $(DATA) --texts $(TRAINING)/gates.jsonl)
 
 # The lowest versions that pyproject.toml allows (torch aside), in an environment of their own.
 OLDEST = .venv-oldest

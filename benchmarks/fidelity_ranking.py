@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-POLICIES = ("streaming_llm", "tova", "h2o", "snapkv", "random")
+POLICIES = ("streaming_llm", "tova", "h2o", "snapkv:decode=reselect,votes=window", "random")
 
 Values = dict[tuple[int, int], float]
 """(seed, text) to a metric."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -30,6 +32,9 @@ SUITE_FAMILIES = "evictbench.suite_families"
 
 LM_EVAL = "lm-eval:"
 """The beginning of a suite's name that stands for a task of lm-eval's own."""
+
+LM_EVAL_NAME = "lm-eval-"
+"""The beginning of such a suite's name in results, where it is part of a folder's."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,28 @@ def parse_label(label: str) -> ChosenPolicy:
     name, _, settings = label.partition(":")
     policy = load_policy(name)
     return ChosenPolicy(policy, _config(policy, settings))
+
+
+def recorded_policy(policy: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The label and the settings of a policy as a result holds it, in the words of the installed one.
+
+    policy: a run's identity, with name, label, settings and source. Defaults change, and a label names only what is not
+    the default, so that one label may have meant something else when a result was made. What is not installed, or was
+    in a file, keeps its label. It runs no file.
+    """
+    label, settings = str(policy["label"]), policy["settings"]
+    if policy.get("source") is not None or policy["name"] not in names(POLICIES):
+        return label, settings
+    try:
+        cls = load_policy(policy["name"])
+        named = cls.named_settings(settings)
+        defaults = json.loads(json.dumps(vars(cls.Config()), default=str))
+    except Exception:  # a policy's own code, or settings that it no longer has
+        return label, settings
+    if set(named) != set(defaults):
+        return label, settings
+    changed = ",".join(f"{name}={named[name]}" for name in defaults if named[name] != defaults[name])
+    return (f"{policy['name']}:{changed}" if changed else str(policy["name"])), named
 
 
 def reference_policy() -> ChosenPolicy:

@@ -8,6 +8,11 @@ from typing import Any
 
 from evictbench.errors import UserError, one_line
 
+KeyPath = tuple[str | int, ...]
+
+DEPTH = 6
+"""Keys and indices on the way to the deepest line that `load_with_lines` knows."""
+
 
 def load(path: Path) -> Any:
     """The content of a YAML file, read with the safe loader.
@@ -20,6 +25,24 @@ def load(path: Path) -> Any:
         return None if root is None else loader.construct_document(root)
 
     return _read(path, construct)
+
+
+def load_with_lines(path: Path) -> tuple[Any, dict[KeyPath, int]]:
+    """`load`, and the line of each key and list item, by the keys and indices that lead to it, `DEPTH` of them at most.
+
+    What an alias stands for has the lines of its anchor.
+    """
+
+    def construct(loader: Any) -> tuple[Any, dict[KeyPath, int]]:
+        root = _checked(path, loader)
+        lines: dict[KeyPath, int] = {}
+        if root is None:
+            return None, lines
+        _add_lines(root, (), lines)
+        return loader.construct_document(root), lines
+
+    found: tuple[Any, dict[KeyPath, int]] = _read(path, construct)
+    return found
 
 
 def check_keys(path: Path) -> dict[str, str]:
@@ -51,6 +74,21 @@ def _read(path: Path, use: Callable[[Any], Any]) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{path} is not YAML that can be read: {one_line(error).rstrip('.')}.") from error
+
+
+def _add_lines(node: Any, path: KeyPath, lines: dict[KeyPath, int]) -> None:
+    import yaml
+
+    if len(path) == DEPTH:
+        return
+    items: list[tuple[str | int, int, Any]] = []
+    if isinstance(node, yaml.MappingNode):
+        items = [(str(key.value), key.start_mark.line, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        items = [(index, value.start_mark.line, value) for index, value in enumerate(node.value)]
+    for key, line, value in items:
+        lines[(*path, key)] = line + 1
+        _add_lines(value, (*path, key), lines)
 
 
 def _checked(path: Path, loader: Any) -> Any:

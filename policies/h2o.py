@@ -36,8 +36,9 @@ class H2O(Policy):
     the tokens with the largest attention, accumulated over every query since they entered. Each KV head has its own
     kept set. The prompt is attended to whole and cut once at its end.
 
-    Deviations: the authors' code supports one query head per KV head only; under GQA the sums of a group are reduced
-    by `group`. Keys keep their original positions (the authors' "streaming" variant re-indexes them).
+    Deviations: the authors' halves do not count the next query's own entry, so that with equal halves one recent entry
+    more stays and one heavy hitter less. Their code supports one query head per KV head only; under GQA the sums of a
+    group are reduced by `group`. Keys keep their original positions (the authors' "streaming" variant re-indexes them).
 
     shares=layer and shares=model are controls and not the published method. They compare with methods that keep one set
     for a layer or for the model: the scores of all KV heads that share the set, each reduced over its group, are added.

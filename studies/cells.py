@@ -179,4 +179,4 @@ def _finished(cells: Sequence[Cell]) -> dict[str, set[run_folder.Key]]:
 
 
 def _metric(line: Mapping[str, Any], metric: str) -> float:
-    return float(line["score"] if metric == "score" else line["metrics"][metric])
+    return float(line[metric] if metric in ("score", "occupancy_mean", "occupancy_max") else line["metrics"][metric])

@@ -29,7 +29,7 @@ from studies.command import exit_code, in_part, part, say
 if TYPE_CHECKING:
     from studies.cells import Cell
 
-POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,oracle:label=mean,oracle:label=max"
+POLICIES = "full,random,streaming_llm,tova,h2o,snapkv,snapkv:decode=reselect,oracle:label=mean,oracle:label=max"
 
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "fidelity": {"tasks": "gsm8k", "context": 864, "max_new_tokens": "96", "limit": 50},
@@ -101,6 +101,16 @@ def write_samples(cells: Sequence[Cell], metrics: Sequence[tuple[str, bool]], fi
                 writer.writerow([cell.name, cell.budget or "", *key[:2], *numbers])
 
 
+def _seen(cell: Cell) -> str:
+    """The entries that queries saw, where the policy's budget is no bound."""
+    from evictbench.store.select import entries_seen
+
+    if cell.budget is None or cell.plan.policy.enforces_budget:
+        return ""
+    means, most = (cell.values(name).values() for name in ("occupancy_mean", "occupancy_max"))
+    return f"  {entries_seen(fmean(means), max(most))}"
+
+
 def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequence[str] | None = None) -> list[str]:
     """Lines of text: every cell's mean with its interval, then each tested policy against every training-free one.
 
@@ -108,10 +118,13 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequ
     """
     from evictbench.stats.intervals import mean_interval, spread_interval
     from evictbench.stats.paired import difference
+    from evictbench.store.select import reading_words
 
     samples = {cell.title: cell.values(metric) for cell in cells if cell.plan.folder.exists()}
     documents = {title: {key[:2]: value for key, value in values.items()} for title, values in samples.items()}
-    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals"]
+    modes = {cell.plan.settings.prefill for cell in cells if cell.budget is not None}
+    reading = reading_words(modes, {cell.plan.checked.protocol.question for cell in cells})
+    lines = ["", f"{metric} ({'more' if more_is_better else 'less'} is better); 95% intervals; {reading}"]
     width = max(len(cell.title) for cell in cells)
     for cell in cells:
         values = list(samples.get(cell.title, {}).values())
@@ -119,7 +132,7 @@ def table(cells: Sequence[Cell], metric: str, more_is_better: bool, tested: Sequ
             scores = metric == "score" and all(value in (0, 1) for value in values)
             interval = mean_interval(values) if scores else spread_interval(values)
             spread = "" if interval is None else f"  {interval[0]:8.4f} to {interval[1]:8.4f}"
-            lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}")
+            lines.append(f"  {cell.title:<{width}}  {fmean(values):8.4f}{spread}  n {len(values)}{_seen(cell)}")
     for budget in dict.fromkeys(cell.budget for cell in cells if cell.budget is not None):
         cells_here = [cell for cell in cells if cell.budget == budget and samples.get(cell.title)]
         others = [cell for cell in cells_here if cell.kind == "training-free"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import unknown
 from evictbench.evaluation.settings import RunSettings
-from evictbench.registry import parse_policy, split_policies
+from evictbench.registry import parse_policy, recorded_policy, split_policies
 from evictbench.store import run_folder
 from evictbench.store.files import write_json
 from studies.command import exit_code, in_part, part, say
@@ -43,6 +43,8 @@ POLICIES = (
     "tova",
     "h2o",
     "snapkv:window=8",
+    "snapkv:window=8,decode=reselect",
+    "snapkv:window=8,decode=reselect,votes=window",
     "dms:window=8",
     "kvpop:window=8",
     "kvpop_mlp:window=8",
@@ -181,7 +183,7 @@ def renew_baseline(folders: Iterable[Path], runs: Path, baseline: Path) -> None:
 
 
 def _cell(run: Mapping[str, Any]) -> tuple[str, str | None]:
-    return run["identity"]["policy"]["label"], run["identity"]["budget"]
+    return recorded_policy(run["identity"]["policy"])[0], run["identity"]["budget"]
 
 
 def _without(content: Any) -> Any:

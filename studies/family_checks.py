@@ -331,7 +331,7 @@ CHECKS: dict[str, Callable[[Any], float]] = {
     "original positions": lambda model: streaming(model, "original"),
     "tova": lambda model: by_attention(model, "tova", tova),
     "h2o": lambda model: by_attention(model, "h2o", h2o),
-    "snapkv": lambda model: by_attention(model, f"snapkv:window={SNAPKV_WINDOW},kernel=3,decode=append", snapkv),
+    "snapkv": lambda model: by_attention(model, f"snapkv:window={SNAPKV_WINDOW},kernel=3", snapkv),
 }
 """The checks of a family by name. Each returns the largest difference of two logits, and raises what goes wrong."""
 

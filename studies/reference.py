@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from evictbench.evaluation.plan import RunPlan
 
 POLICIES = (
-    *("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "oracle:label=mean", "oracle:label=max"),
+    *("full", "random", "streaming_llm", "tova", "h2o"),
+    *("snapkv", "snapkv:decode=reselect", "oracle:label=mean", "oracle:label=max"),
     *("kvpop:label=mean", "kvpop_mlp:label=mean", "kvpop:label=max", "kvpop_mlp:label=max"),
+    *("kvpop:recent=0", "kvpop_mlp:recent=0"),  # as published: no share of the entries is kept for what is recent
     *("indexmem_pp", "distillcache", "dms"),
 )
 BUDGETS = ("128", "256")

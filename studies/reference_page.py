@@ -59,14 +59,20 @@ def write_between_marks(page: Path, text: str) -> None:
 
 
 def summary(folder: Path) -> Iterator[str]:
-    """The lines of a table of means by suite and budget: a row per policy, the best at the larger budget first."""
+    """The lines of a table of means by suite and budget: a row per policy, the best at the larger budget first.
+
+    Where a budget is a target and no bound, the mean of the entries that queries saw stands beside the value.
+    """
     from evictbench.stats.intervals import mean_of_tasks
     from evictbench.store.frame import read_results
+    from evictbench.store.select import budget_bounds, reading_of
 
     samples = read_results(folder, text=False)
+    bounds = budget_bounds(samples["policy"].astype(str).unique())
     columns: dict[str, dict[str, tuple[float, str]]] = {}
     for suite, (column, factor, form) in METRICS.items():
-        cells = common(read_cells(samples[samples["suite"] == suite], column))
+        of_suite = samples[samples["suite"] == suite]
+        cells, seen = (common(read_cells(of_suite, name)) for name in (column, "occupancy_mean"))
         for budget in BUDGETS:
             means: dict[str, tuple[float, str]] = {}
             for (policy, own_budget), values in cells.items():
@@ -75,10 +81,16 @@ def summary(folder: Path) -> Iterator[str]:
                     mean, _ = mean_of_tasks(
                         {task: [value for (name, _), value in values.items() if name == task] for task in tasks}
                     )
-                    means[policy] = mean, format(mean * factor, form)
+                    text = format(mean * factor, form)
+                    if own_budget and not bounds[policy]:
+                        text += f" (saw {fmean(seen[policy, own_budget].values()):.0f})"
+                    means[policy] = mean, text
             columns[f"{suite} {column.removeprefix('metric_')}, {budget}"] = means
     first = columns[f"ruler score, {BUDGETS[-1]}"]
     last = columns[f"fidelity kl, {BUDGETS[-1]}"]
+    for suite in METRICS:
+        yield f"{suite}: {reading_of(samples[samples['suite'] == suite])}."
+    yield ""
     yield "| policy | " + " | ".join(columns) + " |"
     yield "|---" * (1 + len(columns)) + "|"
     for policy in sorted(first, key=lambda name: (-first[name][0], last[name][0])):
@@ -88,19 +100,22 @@ def summary(folder: Path) -> Iterator[str]:
 def lines(folder: Path) -> Iterator[str]:
     """The lines of all tables, in Markdown."""
     from evictbench.store.frame import read_results
+    from evictbench.store.select import reading_of
 
     samples = read_results(folder, text=False)
     for suite, (column, factor, form) in METRICS.items():
         rows = samples[samples["suite"] == suite]
-        cells, seen = (common(read_cells(rows, name)) for name in (column, "occupancy_mean"))
+        names = (column, "occupancy_mean", "occupancy_max")
+        cells, seen, most = (common(read_cells(rows, name)) for name in names)
         if not cells:
             continue
         tasks = sorted({task for task, _ in next(iter(cells.values()))})
         count = len(next(iter(cells.values()))) // len(tasks)
         for budget in BUDGETS:
-            yield f"**{suite}, {budget} entries**: {column.removeprefix('metric_')} on {count} documents a task."
+            metric = column.removeprefix("metric_")
+            yield f"**{suite}, {budget} entries**: {metric} on {count} documents a task; {reading_of(rows)}."
             yield ""
-            yield from table(cells, seen, budget, tasks, factor, form)
+            yield from table(cells, seen, budget, tasks, factor, form, most)
             yield ""
 
 
@@ -128,17 +143,24 @@ def by_task(values: Documents) -> dict[str, list[float]]:
     return tasks
 
 
-def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], factor: float, form: str) -> Iterator[str]:
+def table(
+    cells: Cells, seen: Cells, budget: str, tasks: list[str], factor: float, form: str, most: Cells | None = None
+) -> Iterator[str]:
     """The lines of one table, a row per policy: entries that a decode query saw, the mean, each task's mean where there
     are several, and the difference from BASE.
 
-    cells: the values. seen: the entries. factor, form: see `METRICS`.
+    cells: the values. seen: the entries. factor, form: see `METRICS`. most: the most entries that a head held, which
+    stand in the table where the budget is a target and no bound.
     """
     from evictbench.stats.intervals import holm, mean_of_tasks, spread_interval
     from evictbench.stats.paired import difference
+    from evictbench.store.select import budget_bounds
 
     rows = {policy: values for (policy, own), values in cells.items() if own in ("", budget)}
-    entries = {policy: fmean(values.values()) for (policy, own), values in seen.items() if own in ("", budget)}
+    entries = {policy: f"{fmean(values.values()):.0f}" for (policy, own), values in seen.items() if own in ("", budget)}
+    for policy in {policy for policy, bound in budget_bounds(entries).items() if not bound}:
+        if most is not None:
+            entries[policy] += f", a head at most {max(most[policy, budget].values()):.0f}"
     differences = {
         policy: pair
         for policy, values in rows.items()
@@ -155,7 +177,7 @@ def table(cells: Cells, seen: Cells, budget: str, tasks: list[str], factor: floa
             mean, interval = fmean(values.values()), spread_interval([*values.values()])
         else:
             mean, interval = mean_of_tasks(task_values)
-        texts = [f"`{policy}`", f"{entries[policy]:.0f}", _with_interval(mean, interval, factor, form)]
+        texts = [f"`{policy}`", entries[policy], _with_interval(mean, interval, factor, form)]
         texts += [format(fmean(task_values[task]) * factor, form) for task in names]
         if (pair := differences.get(policy)) is not None:
             span = None if pair.low is None or pair.high is None else (pair.low, pair.high)

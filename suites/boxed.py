@@ -11,7 +11,14 @@ INSTRUCTION = r"Please reason step by step, and put your final answer within \bo
 
 THINKING = Sampling(temperature=0.6, top_p=0.95, top_k=20, min_p=0.0)
 THINKING_SOURCE = "Qwen3's model card for thinking (temperature 0.6, top-p 0.95, top-k 20, min-p 0, 32,768 tokens)"
-"""How the default protocols of AIME and MATH-500 sample, and where that is from."""
+"""How the default protocols of AIME, HMMT and MATH-500 sample, and where that is from."""
+
+INSTRUCT = {"qwen3-*-instruct-2507*": Sampling(temperature=0.7, top_p=0.8, top_k=20, min_p=0.0)}
+KVPOP_SAMPLING = (
+    "its sampling is not known to us, so that of the models' cards: Qwen3's for thinking, and for "
+    "Qwen3-4B-Instruct-2507 temperature 0.7, top-p 0.8, top-k 20, min-p 0"
+)
+"""How KVpop's protocols sample models that do not think, by their names, and where that is from."""
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\.|(?P<brace>[{}])", re.DOTALL)
 

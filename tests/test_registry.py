@@ -69,6 +69,29 @@ def test_what_cannot_be_is_a_sentence(text, sentence):
     assert "\n" not in str(refusal.value)
 
 
+WINDOW = {"window": 32, "kernel": 7, "pool": "max", "group": "mean", "shares": "head"}
+OLD = WINDOW | {"decode": "reselect"}
+
+
+@pytest.mark.parametrize(
+    ("label", "settings", "now"),
+    [
+        ("snapkv", OLD, "snapkv:decode=reselect,votes=window"),
+        ("snapkv:pool=avg", {**OLD, "pool": "avg"}, "snapkv:pool=avg,decode=reselect,votes=window"),
+        ("snapkv:decode=append", {**WINDOW, "decode": "append"}, "snapkv"),
+        ("snapkv:decode=reselect", {**WINDOW, "decode": "reselect", "votes": "running"}, "snapkv:decode=reselect"),
+        ("snapkv:later=1", {**WINDOW, "decode": "append", "later": 1}, "snapkv:later=1"),  # of a later version
+        ("h2o:group=max", {"group": "max", "shares": "head"}, "h2o:group=max"),
+        ("h2o:group=max", {"group": "max"}, "h2o:group=max"),  # what the lacking setting was is not known
+        ("gone:size=1", {"size": 1}, "gone:size=1"),
+    ],
+)
+def test_a_result_s_label_says_what_it_was_made_with(label, settings, now):
+    policy = {"name": label.partition(":")[0], "label": label, "settings": settings, "source": None}
+    assert registry.recorded_policy(policy)[0] == now
+    assert registry.recorded_policy(policy | {"source": "0" * 64}) == (label, settings)
+
+
 def test_a_comma_list_keeps_settings_whole():
     assert registry.split_policies("tova,kvpop:label=max,window=32,h2o") == [
         "tova",

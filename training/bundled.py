@@ -44,7 +44,9 @@ SCORER = "--window 64 --budget 128,160,192,256 --lr 3e-3"
 MLP = f"{SCORER} --steps 1000 --recipe hidden=64,recent="
 MLSTM = f"{SCORER} --steps 500 --recipe hidden=24,recent="
 READING, RETRIEVING = 0.75, 0.25
-"""The share of a small cache that is kept for recent entries: reading on needs most of it, retrieving little."""
+"""The share of a small cache that is kept for recent entries, in training as in use: reading on needs most of it,
+retrieving little. Under these budgets a quarter is never more than the window. The weights that are shipped for reading
+on are of before the share was trained with: they count from the window, and their cards have no `protected`."""
 GATE = "--window 32 --steps 120 --lr 1.5e-4 --recipe ratio=12,ramp=0.6 --save-every 10"
 INDEXMEM = "--window 32 --steps 200 --lr 2e-3 --recipe beta=32,width=128,centroids=16 --save-every 10"
 RANKER = (
@@ -73,7 +75,7 @@ def main() -> None:
     """Train the policy of --only, or all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--texts", type=Path, required=True, help="the folder that training.texts has written")
-    parser.add_argument("--work", type=Path, required=True, help="a folder for checkpoints and features (5 GB)")
+    parser.add_argument("--work", type=Path, required=True, help="a folder for checkpoints and features (11 GB)")
     parser.add_argument("--only", help="train only the policy of this name, settings included")
     arguments = parser.parse_args()
     for run in RUNS:

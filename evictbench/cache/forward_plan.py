@@ -128,6 +128,12 @@ class ForwardPlan:
         return all(entries[0] == entries[-1] for entries in self.entries)
 
     @cached_property
+    def common_budget(self) -> int | None:
+        """How many entries every query of every row may see; None where they differ."""
+        allowed = {number for entries in self.entries for number in (entries[0], entries[-1])}
+        return allowed.pop() if len(allowed) == 1 else None
+
+    @cached_property
     def single(self) -> bool:
         """One new token a row."""
         return self.queries == 1

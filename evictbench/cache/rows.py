@@ -30,13 +30,34 @@ class Occupancy:
         self.steps += 1
 
 
+@dataclass
+class RecencyCount:
+    """How recent what one row keeps is: the share that lies inside a recency window, looked at now and then.
+
+    steps: decode steps so far. moments: how many of them were looked at. inside: `[layers, sets]` float64, the sums
+    over moments of the share inside the window. counts: the same shape, the moments at which a head kept any.
+    """
+
+    steps: int = 0
+    moments: int = 0
+    inside: Tensor | None = None
+    counts: Tensor | None = None
+
+    def shares(self) -> Tensor:
+        """`[layers, sets]` float64, the mean over moments; NaN for a head that never kept anything."""
+        assert self.inside is not None
+        assert self.counts is not None
+        return self.inside / self.counts
+
+
 @dataclass(frozen=True)
 class RowBudget:
     """A row's budget under a `HeadBudgetPolicy`, in numbers.
 
     budget: as given. prompt: tokens of the prompt. entries: the budget of the prompt's queries. protected: entries that
     are never evicted, sinks and recent window. centroids: of each head. sparse: a query of the prompt does not see what
-    a pool of this size would have evicted. bounded: that is not stored either.
+    its head's pool would have evicted. divided: the pools' sizes are set before a layer attends to the prompt, which
+    comes in one pass; else a prompt's pools are equal. bounded: what is not seen is not stored either.
     """
 
     budget: Budget
@@ -45,6 +66,7 @@ class RowBudget:
     protected: int
     centroids: int
     sparse: bool
+    divided: bool
     bounded: bool
 
     @classmethod
@@ -59,13 +81,19 @@ class RowBudget:
             protected=policy.sinks + int(policy.recent(entries)),
             centroids=policy.centroids(entries),
             sparse=sparse,
+            divided=sparse and mode == "sparse" and policy.divides_first,
             bounded=sparse and mode == "bounded",
         )
 
     @property
+    def places(self) -> int:
+        """Entries of each head beside the protected ones, centroids included, before they are divided among heads."""
+        return self.entries - self.protected
+
+    @property
     def capacity(self) -> int:
         """Entries of each head's pool, before the pools are divided."""
-        return self.entries - self.protected - self.centroids
+        return self.places - self.centroids
 
     @property
     def over_budget(self) -> bool:
@@ -93,7 +121,7 @@ class Sequence:
     freed_slot: one of the slots in use is free, because decode has evicted an entry from it; the next token takes it.
     labels: of every layer `[kv_heads, tokens]`, from a dense run; None where the policy needs none.
     occupancy: what its decode queries saw. threshold: what a `RaggedPolicy` allotted to it. budget: under a
-    `HeadBudgetPolicy`, what its budget comes to.
+    `HeadBudgetPolicy`, what its budget comes to. recency: how recent what it keeps is, where somebody counts.
     """
 
     seen: int = 0
@@ -104,3 +132,4 @@ class Sequence:
     occupancy: Occupancy = field(default_factory=Occupancy)
     threshold: float = 1.0
     budget: RowBudget | None = None
+    recency: RecencyCount | None = None

@@ -16,6 +16,7 @@ from evictbench.errors import UserError
 from evictbench.gate import ask
 from evictbench.gate.finding import Finding, GateRequest
 from evictbench.gate.tolerances import EXACT_IDS, EXACT_KL
+from evictbench.gate.wanted import JOINT
 from evictbench.store.files import check_file, saving, write_text
 from evictbench.terminal.console import console_for, describe, say
 from evictbench.terminal.markdown import markdown_text
@@ -202,10 +203,11 @@ def _rows(request: GateRequest) -> list[tuple[str, Sequence[str]]]:
     if request.published:
         fails.append(f"retention more than {points} below a paper's")
     against = [] if request.baseline is None else [str(request.baseline)]
+    trainings = ["the mean of runs that differ in trained weights alone"] if request.trainings else []
     return [
         ("runs", [" ".join([str(request.folder), *request.filters.options()])]),
         ("against", [*against, *(["the numbers of papers"] if request.published else [])]),
-        ("samples", ["those that both have" if request.paired else "all"]),
+        ("samples", ["those that both have" if request.paired else "all", *trainings]),
         ("fails on", fails),
     ]
 
@@ -218,7 +220,8 @@ def _next(request: GateRequest, findings: Sequence[Finding]) -> list[str]:
     if all(finding.quantity == LATENCY for finding in failing):
         traces = request.traces or traces_in(request.folder)
         return ["evictbench", "plot", str(traces[0])]
-    suites = {finding.suite.partition(", ")[0] for finding in failing if finding.quantity != LATENCY}
+    named = {finding.suite.partition(", ")[0] for finding in failing if finding.quantity != LATENCY}
+    suites = {suite for name in named for suite in name.split(JOINT)}
     return ["evictbench", "report", str(request.folder), "--suite", ",".join(sorted(suites))]
 
 
@@ -237,6 +240,10 @@ def _check(request: GateRequest) -> None:
                 raise UserError(f"{option} is about a baseline: name one with --baseline.")
         if not request.published:
             raise UserError("A gate holds runs against something: --published, or --baseline FOLDER.")
+    if request.base and not request.published:
+        raise UserError("--base names the model that papers measured: it is about --published.")
+    if request.exact and request.trainings:
+        raise UserError("--trainings takes the mean of several runs, and --exact compares single ones: leave one out.")
     filters = request.filters
     if request.published and (filters.model or filters.task or filters.where):
         raise UserError("--model, --task and --where do not go with --published: name the folder of these runs.")
@@ -298,7 +305,12 @@ def _counts(findings: Sequence[Finding]) -> dict[str, str]:
 
 
 def _named(finding: Finding) -> str:
-    return f"{finding.cell} on {finding.suite}, {finding.task}, {finding.quantity}"
+    return f"{_cell(finding)} on {finding.suite}, {finding.task}, {finding.quantity}"
+
+
+def _cell(finding: Finding) -> str:
+    """ "h2o @ 256", "dms @ 256 (saw 155, a head at most 301)"."""
+    return finding.cell if finding.seen is None else f"{finding.cell} ({finding.seen})"
 
 
 def _mark(finding: Finding) -> str:
@@ -317,7 +329,7 @@ def _cells(finding: Finding) -> Iterable[str]:
         interval = f"{_number(finding.quantity, finding.low, True)} to {_number(finding.quantity, finding.high, True)}"
     p = "" if finding.p is None else f"{finding.p:.2g}"
     return (
-        finding.cell,
+        _cell(finding),
         finding.suite,
         finding.task,
         finding.quantity,

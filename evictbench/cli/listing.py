@@ -67,15 +67,38 @@ def models() -> list[Row]:
 
 def published(policies: str | None, papers: str | None, suites: str | None, *, whole: bool) -> list[Row]:
     """The numbers of papers. policies, papers, suites: comma lists of those wanted; None for all. whole: with every
-    field, not only what a table shows."""
-    from evictbench.store.published import read_published, select
+    field, not only what a table shows, and the commands whose runs a gate would hold against the number."""
+    from evictbench.gate.wanted import commands
 
-    numbers = select(
-        read_published(),
-        registry.split_policies(policies) if policies else (),
-        *([name.strip() for name in (names or "").split(",") if name.strip()] for names in (papers, suites)),
+    chosen = _chosen(policies, papers, suites)
+    return [asdict(entry) | {"runs": commands(entry)} if whole else _in_short(entry) for entry in chosen]
+
+
+def unmatched(policies: str | None, papers: str | None, suites: str | None, *, whole: bool) -> list[Row]:
+    """The numbers under eviction that no run here can match, each with what is missing. The arguments are those of
+    `published`."""
+    from evictbench.gate.wanted import missing
+    from evictbench.store.select import FULL
+
+    return [
+        (asdict(entry) if whole else _in_short(entry)) | {"missing": reason}
+        for entry in _chosen(policies, papers, suites)
+        if entry.policy != FULL and (reason := missing(entry)) is not None
+    ]
+
+
+def reach(policies: str | None, papers: str | None, suites: str | None) -> str:
+    """A sentence about how many of the scores under eviction a run here can match. The arguments are those of
+    `published`."""
+    from evictbench.gate.wanted import is_score, missing, wanted
+
+    scores = [entry for entry in _chosen(policies, papers, suites) if is_score(entry)]
+    ours = [entry for entry in scores if wanted(entry).policy_name in registry.names(registry.POLICIES)]
+    count = sum(missing(entry) is None for entry in ours)
+    return (
+        f"A run here can match {count} of {len(scores)} scores and retentions under eviction, "
+        f"{len(ours)} of which are of policies that are here."
     )
-    return [asdict(entry) if whole else _in_short(entry) for entry in numbers]
 
 
 def checks() -> list[Row]:
@@ -121,6 +144,17 @@ def show_checks(rows: Sequence[Row], as_json: bool, quiet: bool = False) -> None
         )
         if row["remedy"]:
             console.print(f"{'':<{width + 11}}{_cell(row['remedy'])}", soft_wrap=True, highlight=False, style="dim")
+
+
+def _chosen(policies: str | None, papers: str | None, suites: str | None) -> list[Published]:
+    """The numbers of papers that are wanted, in the order of the files."""
+    from evictbench.store.published import read_published, select
+
+    return select(
+        read_published(),
+        registry.split_policies(policies) if policies else (),
+        *([name.strip() for name in (names or "").split(",") if name.strip()] for names in (papers, suites)),
+    )
 
 
 def _or_error(make: Callable[[str], Row], name: str) -> Row:

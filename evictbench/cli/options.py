@@ -37,12 +37,21 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Results, warnings and erro
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 Tasks = Annotated[str | None, typer.Option(help="Tasks of the suite, comma-separated. Default: the suite's set.")]
-Context = Annotated[int | None, whole(help="Tokens per sample, answer included. Default: the suite's.")]
-Limit = Annotated[int | None, whole(help="Samples per task. Default: the suite's.")]
+Context = Annotated[
+    int | None, whole(help="Tokens per sample, answer included. Default: the protocol's, or the suite's.")
+]
+Limit = Annotated[int | None, whole(help="Samples per task. Default: the protocol's, or the suite's.")]
 Model = Annotated[str, typer.Option(help=f"{bundled.NAME} (bundled), a local folder, or a hub id.")]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of a learned policy: a folder or a hub id. Default: those that come with it."),
+]
+EachWeights = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of a learned policy: a folder or a hub id; of several trainings, comma-separated: each is a cell "
+        "of its own. Default: those that come with it."
+    ),
 ]
 Question = Annotated[
     str,
@@ -63,7 +72,13 @@ TopP = Annotated[float | None, real(help="Draw from the likeliest tokens of this
 TopK = Annotated[int | None, whole(help="Draw from this many likeliest tokens; 0: from all.")]
 MinP = Annotated[float | None, real(help="Draw from tokens at least this likely, relative to the likeliest.")]
 Thinking = Annotated[
-    str, typer.Option(help="The chat template's switch for thoughts: on, off, auto (as the template has it).")
+    str,
+    typer.Option(
+        help="The template's switch for thoughts: on, off, auto (the protocol's, or else the template's own)."
+    ),
+]
+SystemPrompt = Annotated[
+    str | None, typer.Option(help="What the system says in the chat template. Default: the protocol's, or nothing.")
 ]
 MaxNewTokens = Annotated[
     str, typer.Option(help="A number, card (the protocol's), or auto (the same, if the window has room).")
@@ -83,6 +98,22 @@ Haystack = Annotated[Path | None, typer.Option(help="Essay haystack: a text file
 Out = Annotated[Path, typer.Option(help="Folder for results.")]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
+Recency = Annotated[
+    str | None,
+    typer.Option(
+        help="Also measure which share of the kept entries a window of the last tokens would keep: a number of tokens, "
+        "or same (as many as are kept)."
+    ),
+]
+
+Trainings = Annotated[
+    bool,
+    typer.Option(
+        "--trainings",
+        help="Runs that differ in a learned policy's weights alone are one row: mean and standard deviation over its "
+        "trainings.",
+    ),
 ]
 
 OnlySuites = Annotated[str | None, typer.Option(help="These suites alone, comma-separated.")]

@@ -83,9 +83,11 @@ def plot_and_show(request: PlotRequest, as_json: bool = False, quiet: bool = Fal
         return 0
     for drawing in printed:
         for form in texts:
-            if len(printed) > 1 and form in ("csv", "markdown"):
-                title = " ".join(drawing.title.split())
-                print(f"# {drawing.name}: {title}" if form == "csv" else f"**{markdown_text(title)}**\n")
+            title = " ".join(drawing.title.split())
+            if form == "markdown":
+                print(f"**{markdown_text(title)}**\n")
+            elif form == "csv" and len(printed) > 1:
+                print(f"# {drawing.name}: {title}")
             print(as_text(drawing.numbers, form, drawing.title))
             print()
     console = console_for(stderr=bool(texts), quiet=quiet)

@@ -31,8 +31,8 @@ def plot(
     figures: Annotated[
         str | None,
         typer.Option(
-            help="Of runs: budget, bytes, fidelity, errors; of a trace: latency, memory, retention, kept. "
-            "Default: all that there is data for."
+            help="Of runs: budget, bytes, fidelity, errors, perplexity, answers, recency; of a trace: latency, memory, "
+            "retention, kept. Default: all that there is data for."
         ),
     ] = None,
     metric: Annotated[str, typer.Option(help="score, or another metric of the tasks (kl, agreement, ...).")] = "score",
@@ -51,6 +51,7 @@ def plot(
     paired: Annotated[
         bool, typer.Option("--paired", help="Only documents that every policy and budget has answered.")
     ] = False,
+    trainings: options.Trainings = False,
     form: Annotated[
         str, typer.Option("--format", help="Pictures: png, svg; the same numbers as text: table, csv, latex, markdown.")
     ] = "png,svg",
@@ -88,6 +89,7 @@ def report(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder of tokenizer.json, to show prompts of a model that is not here.")
     ] = None,
+    trainings: options.Trainings = False,
     quiet: options.Quiet = False,
     debug: options.Debug = False,
 ) -> None:
@@ -118,6 +120,14 @@ def gate(
     paired: Annotated[
         bool, typer.Option("--paired", help="Take the samples that both have, where they are not the same.")
     ] = False,
+    trainings: Annotated[
+        bool,
+        typer.Option("--trainings", help="Runs that differ in trained weights alone are one row, their mean."),
+    ] = False,
+    base: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=BASE: a model fine-tuned elsewhere, held against its base's full cache. Repeatable."),
+    ] = None,
     tolerance: Annotated[float, options.real(help="A drop in score that is let pass, from 0 to 1.")] = TOLERANCE,
     latency_tolerance: Annotated[
         float,
@@ -150,6 +160,7 @@ def gate(
     from evictbench.cli.gate import gate_and_show
     from evictbench.gate.finding import GateRequest
 
+    given["base"] = tuple(given["base"] or ())
     given["traces"] = tuple(given.pop("trace") or ())
     given["baseline_traces"] = tuple(given.pop("baseline_trace") or ())
     raise typer.Exit(gate_and_show(GateRequest(**given), as_json, quiet, whole))
@@ -195,14 +206,21 @@ def list_published(
     ] = None,
     paper: Annotated[str | None, typer.Option(help="From these papers alone, by arXiv id.")] = None,
     suite: options.OnlySuites = None,
+    unmatched: Annotated[
+        bool, typer.Option("--unmatched", help="Those that no run here can match, and what is missing.")
+    ] = False,
     as_json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="One number a line, tabs between, no headings.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """What papers say that policies reach, with the table and how sure it is; --json adds protocol and notes."""
     from evictbench.cli import listing
+    from evictbench.terminal.console import console_for, say
 
-    listing.show(listing.published(policy, paper, suite, whole=as_json), as_json, quiet)
+    rows = listing.unmatched if unmatched else listing.published
+    listing.show(rows(policy, paper, suite, whole=as_json), as_json, quiet)
+    if unmatched:
+        say(console_for(stderr=True, quiet=quiet), listing.reach(policy, paper, suite))
 
 
 def doctor(

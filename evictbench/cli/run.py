@@ -17,7 +17,9 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.gate.tolerances import TOLERANCE
 from evictbench.policy.budget import LEAST_FROM_SHARE
+from evictbench.policy.ragged import RaggedPolicy
 from evictbench.stats import power
+from evictbench.store.select import reading_words
 from evictbench.suite.chat_template import DEFAULT
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.units import human_bytes, percent, percent_interval
@@ -45,6 +47,8 @@ COSTS: tuple[Column, ...] = (
     ("decode\ns", lambda row: _short(row["decode_seconds"])),
     ("decode\ntok/s", lambda row: _short(row["decode_tokens_per_second"])),
 )
+
+PERPLEXITY: Column = ("perplexity", lambda row: _perplexity(row.get("perplexity")))
 
 LEGEND = (
     "seen: cache entries per KV head that a decode query saw; tokens, cache, peak and seconds: per sample; "
@@ -108,6 +112,8 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
     if mode == "native":
         own = plan.policy.prefill_mode(settings.prefill) if checked.budget is not None else "nothing is cut"
         mode = f"native ({own})"
+    elif isinstance(plan.policy, RaggedPolicy):
+        mode = f"{mode} (without effect: {plan.policy.name} reads a prompt under its eviction)"
     lengths = [len(planned.prompt.ids) for planned in plan.prompts]
     answers = sorted({planned.max_new_tokens for planned in plan.prompts})
     context = "" if checked.context is None else f" in {checked.context} tokens"
@@ -118,7 +124,7 @@ def describe_plan(plan: RunPlan, finished: int) -> list[tuple[str, str]]:
         ("model", f"{plan.model}, {plan.dtype}, device {settings.device}, {settings.batch_size} rows"),
         ("policy", f"{checked.chosen.name} ({policy})" if policy else checked.chosen.name),
         ("weights", "" if plan.weights is None else str(plan.weights)),
-        ("budget", "none" if checked.budget is None else _budget(str(checked.budget))),
+        ("budget", "none" if checked.budget is None else _budget(str(checked.budget), plan.policy.enforces_budget)),
         ("suite", f"{checked.suite.name}{context}, seed {settings.seed}: {_counts(plan.documents)}"),
         ("protocol", f"{chosen.name}{source}"),
         (
@@ -167,7 +173,13 @@ def result_tables(summary: Mapping[str, Any], console: Console) -> list[Table]:
         tables = [_table(summary, scores), _table(summary, COSTS)]
     names = [name for name in summary["mean"]["metrics"] if name != "score"][:MOST_METRICS]
     if names:
-        tables.append(_table(summary, [_metric_column(name) for name in names]))
+        perplexity = [PERPLEXITY] if summary["mean"].get("perplexity") else []
+        tables.append(_table(summary, [*(_metric_column(name) for name in names), *perplexity]))
+    if identity := summary.get("identity"):
+        protocol = identity["protocol"]
+        modes = [] if identity["budget"] is None else [protocol["prefill"]]
+        tables[0].title = reading_words(modes, [protocol["question"]])
+        tables[0].title_justify = "left"
     if trained_on := summary.get("transferred_from"):
         tables[-1].caption = f"The policy's weights were trained on {trained_on}."
         tables[-1].caption_justify = "left"
@@ -200,6 +212,11 @@ def _metric_column(name: str) -> Column:
     return name, cell
 
 
+def _perplexity(measured: Mapping[str, Any] | None) -> str:
+    """ "2.58 (full 2.57)"; "" where nothing was measured."""
+    return f"{measured['value']:.4g} (full {measured['full']:.4g})" if measured else ""
+
+
 def _table(summary: Mapping[str, Any], columns: Sequence[Column]) -> Table:
     from rich import box
     from rich.table import Table
@@ -227,18 +244,21 @@ def _count(row: Mapping[str, Any]) -> str:
 
 
 def _wrapping(plan: RunPlan) -> str:
-    """ "chat template (thinking) except trec, lcc", or "plain text"."""
+    """ "chat template (thinking) with a system prompt except trec, lcc", or "plain text"."""
     plain = [name for name, task in plan.tasks.items() if not tasks.uses_chat(task)]
     if not plan.chat or len(plain) == len(plan.tasks):
         return "plain text"
     thinking = " (thinking)" if plan.thinking.on else ""
     named = "" if plan.template is None or plan.template.name == DEFAULT else f" {plan.template.name}"
-    return f"chat template{named}{thinking}{' except ' if plain else ''}{', '.join(plain)}"
+    system = " with a system prompt" if plan.checked.protocol.system_prompt else ""
+    return f"chat template{named}{thinking}{system}{' except ' if plain else ''}{', '.join(plain)}"
 
 
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if value is None:
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -253,9 +273,9 @@ def _short(number: float | None) -> str:
     return f"{number:.0f}" if number >= 99.5 else f"{number:.3g}"
 
 
-def _budget(text: str) -> str:
+def _budget(text: str, bound: bool) -> str:
     unit = f"of the text, at least {LEAST_FROM_SHARE} entries" if text.endswith("%") else "entries"
-    return f"{text} {unit} per KV head"
+    return f"{text} {unit} per KV head{'' if bound else ', a target: what is seen is measured and may be another'}"
 
 
 def _span(numbers: list[int]) -> str:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from evictbench.stats.trainings import over_trainings
+from evictbench.store.select import budget_with_seen, reading_words
 from evictbench.sweep.job import ANSWERING
 from evictbench.terminal import waiting
 from evictbench.terminal.console import say, warn
@@ -121,12 +125,18 @@ def status_line(progress: Progress) -> str:
 
 
 def result_table(cells: Sequence[SweepCell]) -> Table:
-    """Every cell's score with its interval, and its cache sizes; in the order of suite, policy, budget."""
+    """Every cell's score with its interval, and its cache sizes; in the order of suite, policy, budget. Behind cells
+    that differ in their weights alone comes a row of the mean and the standard deviation over these trainings."""
     table = _new_table("suite", "policy", "budget", "score", "95% interval", "n", "seen mean", "cache", "")
-    for cell in sorted(cells, key=sort_key):
+    table.title = reading(cells)
+    table.title_justify = "left"
+    ordered = sorted(cells, key=sort_key)
+    for cell in ordered:
         mean = cell.summary.get("mean")
-        values = ("-", "-", f"{cell.done}/{cell.total}", "-", "-")
+        values, budget = ("-", "-", f"{cell.done}/{cell.total}", "-", "-"), cell.budget
         if mean:
+            seen = mean["occupancy_mean"], mean["occupancy_max"]
+            budget = budget and budget_with_seen(budget, cell.plan.policy.enforces_budget, *seen)
             count = str(cell.total) if cell.done == cell.total else f"{cell.done}/{cell.total}"
             values = (
                 percent(mean["score"]),
@@ -137,8 +147,47 @@ def result_table(cells: Sequence[SweepCell]) -> Table:
             )
         trained_on = cell.summary.get("transferred_from")
         note = f"weights of {trained_on}" if trained_on and cell.state == "done" else cell.state
-        table.add_row(cell.suite, cell.policy, cell.budget, *values, "" if note == "done" else note, style=None)
+        trainings = [other for other in ordered if _row_of(other) == _row_of(cell)]
+        notes = ["" if note == "done" else note, str(cell.plan.settings.weights) if len(trainings) > 1 else ""]
+        table.add_row(cell.suite, cell.policy, budget, *values, ", ".join(filter(None, notes)), style=None)
+        if len(trainings) > 1 and cell is trainings[-1]:
+            table.add_row(cell.suite, cell.policy, cell.budget, *_over_trainings(trainings), style="bold")
     return table
+
+
+def _row_of(cell: SweepCell) -> tuple[Any, ...]:
+    """What the cells of several trainings have in common: everything but the weights."""
+    return cell.suite, cell.policy, cell.budget, replace(cell.plan.settings, weights=None)
+
+
+def _over_trainings(cells: Sequence[SweepCell]) -> tuple[str, ...]:
+    """Score, interval, n, mean seen, cache, and a note, of several trainings that are done."""
+    means = [cell.summary["mean"] for cell in cells if cell.summary.get("mean")]
+    if len(means) < 2:
+        return ("-", "-", f"{len(means)} trainings", "-", "-", "")
+    found = over_trainings([mean["score"] for mean in means])
+    assert found.interval is not None
+    inside = max(0.0, found.interval[0]), min(1.0, found.interval[1])
+    return (
+        f"{percent(found.mean)} ± {percent(found.deviation)}",
+        percent_interval(inside),
+        f"{found.count} trainings",
+        f"{fmean(mean['occupancy_mean'] for mean in means):.0f}",
+        human_bytes(fmean(mean["cache_bytes"] for mean in means)),
+        "mean ± sd, trainings as units",
+    )
+
+
+def reading(cells: Sequence[SweepCell]) -> str:
+    """How prompts were read, by suite where suites differ in it."""
+    modes = {cell.plan.settings.prefill for cell in cells if cell.plan.checked.budget is not None}
+    questions: dict[str, set[str]] = {}
+    for cell in cells:
+        questions.setdefault(cell.suite, set()).add(cell.plan.checked.protocol.question)
+    words = {suite: reading_words(modes, seen) for suite, seen in questions.items()}
+    if len(set(words.values())) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"{suite}: {text}" for suite, text in words.items())
 
 
 def estimate_table(

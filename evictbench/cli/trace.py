@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from evictbench.cli.progress import LOOKING
+from evictbench.store.select import budget_bounds, budget_with_seen
 from evictbench.store.trace_files import DECODE, OK, read_trace
 from evictbench.terminal.console import command, console_for, describe, output_consoles, say, silence_libraries
 from evictbench.terminal.waiting import Waiting
@@ -154,9 +155,13 @@ def _line(cell: Mapping[str, Any], steps: pd.DataFrame) -> Sequence[str]:
     from rich.markup import escape
 
     first = cell.get("first_token_seconds")
+    budget = cell["budget"] or ""
+    if budget and len(steps):
+        bound = budget_bounds([cell["policy"]])[cell["policy"]]
+        budget = budget_with_seen(budget, bound, steps["entries_mean"].mean(), steps["entries_max"].max())
     texts = [
         escape(cell["policy"]),
-        cell["budget"] or "",
+        budget,
         f"{cell['context']:,}",
         str(cell["rows"]),
         "" if first is None else f"{first:.3g}",

@@ -8,7 +8,8 @@ from evictbench import registry
 from evictbench.errors import UserError, unknown
 from evictbench.evaluation import protocol
 from evictbench.evaluation.settings import CHOICES, RunSettings
-from evictbench.numerals import check_count, check_seed
+from evictbench.generation.recency import SAME, RecencyWindow
+from evictbench.numerals import check_count, check_seed, read_whole, shown
 from evictbench.policy.budget import Budget
 from evictbench.store import run_folder
 from evictbench.suite.spec import Suite
@@ -18,16 +19,24 @@ from evictbench.suite.spec import Suite
 class Checked:
     """What the names and numbers of a run's settings stand for.
 
-    budget: None for a policy that takes none. context (tokens), limit (samples per task): the suite's own where the
-    settings give none.
+    budget: None for a policy that takes none. recency: the window by which the run counts how recent what is kept is.
     """
 
     chosen: registry.ChosenPolicy
     suite: Suite
     protocol: protocol.ChosenProtocol
     budget: Budget | None
-    context: int | None
-    limit: int | None
+    recency: RecencyWindow | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of a sample; None where the suite has no such notion."""
+        return self.protocol.context
+
+    @property
+    def limit(self) -> int | None:
+        """Samples per task; None for all."""
+        return self.protocol.limit
 
 
 def check(settings: RunSettings) -> Checked:
@@ -43,13 +52,13 @@ def check(settings: RunSettings) -> Checked:
     if settings.weights is not None and not chosen.policy.learned:
         raise UserError(f"{chosen.name} is not learned and takes no weights: leave out --weights {settings.weights}.")
     _check_options(settings)
+    chosen_protocol = protocol.choose(settings, suite, tasks)
     checked = Checked(
         chosen=chosen,
         suite=suite,
-        protocol=protocol.choose(settings, suite, tasks),
-        budget=budget,
-        context=suite.default_context if settings.context is None else settings.context,
-        limit=suite.default_limit if settings.limit is None else settings.limit,
+        protocol=chosen_protocol,
+        budget=None if budget is None else chosen_protocol.budget(budget),
+        recency=_recency(settings),
     )
     _check_folders(settings)
     return checked
@@ -83,6 +92,24 @@ def _check_options(settings: RunSettings) -> None:
     for name in ("limit", "context", "chunk", "batch_size", "repeats", "at"):
         check_count(name.replace("_", "-"), getattr(settings, name))
     check_seed(settings.seed)
+
+
+def _recency(settings: RunSettings) -> RecencyWindow | None:
+    """The window of --recency. UserError for what is none."""
+    if settings.recency is None:
+        return None
+    if settings.recency == SAME:
+        return RecencyWindow()
+    try:
+        length = read_whole(settings.recency)
+    except ValueError:
+        length = 0
+    if length < 1:
+        raise UserError(
+            f"--recency takes the number of last tokens that the window has, or {SAME}, as many as a head keeps, and "
+            f"not {shown(settings.recency)!r}."
+        )
+    return RecencyWindow(length)
 
 
 def _check_folders(settings: RunSettings) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from evictbench.evaluation.chat import Chat
 from evictbench.evaluation.checks import Checked
 from evictbench.evaluation.settings import RunSettings
 from evictbench.generation.end_tokens import EndTokens
 from evictbench.models.policy_weights import Weights
 from evictbench.policy.base import BasePolicy
 from evictbench.policy.ragged import PagedPolicy
-from evictbench.suite.chat_template import ChatTemplate
 
 
 def fingerprint_of(
@@ -25,20 +25,19 @@ def fingerprint_of(
     data: Mapping[str, str],
     model: str,
     model_weights: str,
+    base: Mapping[str, Any] | None,
     dtype: str,
-    chat: bool,
-    template: ChatTemplate | None,
-    thoughts: bool,
+    chat: Chat,
     ends: EndTokens,
     differs: Collection[str],
 ) -> dict[str, Any]:
     """The fingerprint as run.json holds it under "identity": values that JSON has.
 
+    base: what the model was fine-tuned from, None for one that names no base.
     policy: as it will run, with what the suite and the model set on it. trained: its weights, None for a policy that
     is not learned. suite_tasks: task to its version. data: every input of the suite to its hash or version.
-    model, model_weights: the model's name and the hash of its weights. chat: whether the chat template is used, and
-    template, which. thoughts: whether that template lets the model think. ends: what ends an answer. differs: names of
-    what is not as the named protocol has it.
+    model, model_weights: the model's name and the hash of its weights. chat: how the chat template is used. ends: what
+    ends an answer. differs: names of what is not as the named protocol has it.
     """
     protocol = checked.protocol
     mode = policy.prefill_mode(settings.prefill)
@@ -64,9 +63,13 @@ def fingerprint_of(
             "name": protocol.name,
             "context": checked.context,
             "question": protocol.question,
-            "chat": chat,
-            "thoughts": thoughts,
-            **_mentioned(chat_template=None if template is None else template.identity, end_tokens=ends.identity),
+            "chat": chat.used,
+            "thoughts": chat.thinking.on,
+            **_mentioned(
+                chat_template=None if chat.template is None else chat.template.identity,
+                system_prompt=chat.system_prompt,
+                end_tokens=ends.identity,
+            ),
             **asdict(protocol.sampling),
             "max_new_tokens": settings.max_new_tokens,
             "card_limit": protocol.preset.max_new_tokens,
@@ -80,6 +83,7 @@ def fingerprint_of(
         "model": model,
         "weights": model_weights,
         "dtype": dtype,
+        **({} if base is None else {"base_model": dict(base)}),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks, thinking
+from evictbench.evaluation.chat import choose as choose_chat
 from evictbench.evaluation.checks import Checked, check
 from evictbench.evaluation.fingerprint import fingerprint_of
 from evictbench.evaluation.prompts import PlannedSample, Prompts
@@ -18,11 +18,11 @@ from evictbench.evaluation.protocol import Differences
 from evictbench.evaluation.settings import RunSettings
 from evictbench.generation.end_tokens import EndTokens, end_tokens
 from evictbench.models import devices, load
+from evictbench.models.fine_tuned import base_of
 from evictbench.models.policy_weights import Weights
 from evictbench.models.ready import ready_policy
 from evictbench.policy.base import BasePolicy
 from evictbench.store import run_folder
-from evictbench.suite import chat_template
 from evictbench.suite.chat_template import ChatTemplate
 from evictbench.suite.spec import PreparedSuite, SuiteRequest
 
@@ -49,6 +49,7 @@ class RunPlan:
     differs: what is not as the named protocol has it, the number of repeats included.
     answers_cut: task to the number of documents whose answers may have fewer tokens than the task's card gives.
     overlong: task to the documents left out because they do not fit the window.
+    template_warnings: sentences about what the chat template cannot do of the protocol.
     """
 
     settings: RunSettings
@@ -71,6 +72,7 @@ class RunPlan:
     differs: Differences
     answers_cut: Mapping[str, int]
     overlong: Mapping[str, tuple[int, ...]]
+    template_warnings: tuple[str, ...] = ()
 
     @cached_property
     def documents(self) -> dict[str, int]:
@@ -110,13 +112,13 @@ def make_plan(
     config = _once(shared, ("config", source, code), lambda: load.load_config(source, code))
     brought = _once(shared, ("tokenizer", source, code), lambda: load.load_tokenizer(source, code))
     load.check_vocabulary(brought, config, model)
-    chat, own_chat = _chat(settings, checked, brought, model)
     # Each way to use the template has a tokenizer of its own, because its template is changed.
-    tokenizer, template, thoughts, own_thinking = _once(
+    chat = _once(
         shared,
-        ("chat", source, code, chat, settings.chat_template, settings.thinking),
-        lambda: _in_template(settings, brought, chat, model),
+        ("chat", source, code, *_chat_settings(settings, checked)),
+        lambda: choose_chat(settings, checked.protocol, brought, model),
     )
+    tokenizer = chat.tokenizer
     ends = end_tokens(load.stated_end_tokens(source, config), tokenizer)
     if checked.chosen.policy.learned:
         phase("identifying the weights")
@@ -128,6 +130,7 @@ def make_plan(
         weights=settings.weights,
         stated_length=checked.suite.stated_length or checked.context,
         model_argument=settings.model,
+        model_folder=lambda: load.whole_folder(source, code),
     )
     ready.check_budget(checked.budget)
     window = load.context_window(config)
@@ -138,9 +141,9 @@ def make_plan(
     phase("making the prompts")
 
     def make_prompts() -> tuple[PreparedSuite, dict[str, ConfigurableTask], Prompts]:
-        prepared = _prepare(settings, checked, tokenizer, chat, window)
+        prepared = _prepare(settings, checked, tokenizer, chat.used, window)
         loaded = tasks.load_tasks(checked.suite, prepared)
-        prompts = Prompts(settings, checked, tokenizer, template, thoughts, window, model)
+        prompts = Prompts(settings, checked, tokenizer, chat.template, chat.thinking, window, model)
         prompts.make(loaded)
         return prepared, loaded, prompts
 
@@ -152,8 +155,7 @@ def make_plan(
     dtype = load.resolve_dtype(config, settings.dtype)
     differs = {
         **checked.protocol.differs,
-        **({"chat": (chat, own_chat)} if chat != own_chat else {}),
-        **({"thinking": (thoughts.on, own_thinking)} if thoughts.on != own_thinking else {}),
+        **chat.differs,
         **_limit_differs(checked, loaded),
     }
     fingerprint = fingerprint_of(
@@ -165,10 +167,9 @@ def make_plan(
         data=prepared.data,
         model=model,
         model_weights=load.weights_hash(source, code),
+        base=base_of(config, model),
         dtype=dtype,
         chat=chat,
-        template=template,
-        thoughts=thoughts.on,
         ends=ends,
         differs=differs,
     )
@@ -188,9 +189,9 @@ def make_plan(
         source=source,
         model=model,
         dtype=dtype,
-        chat=chat,
-        template=template,
-        thinking=thoughts,
+        chat=chat.used,
+        template=chat.template,
+        thinking=chat.thinking,
         end_tokens=ends,
         tokenizer=tokenizer,
         prepared=prepared,
@@ -201,6 +202,7 @@ def make_plan(
         differs=differs,
         answers_cut=prompts.answers_cut,
         overlong={name: tuple(ids) for name, ids in prompts.overlong.items()},
+        template_warnings=chat.warnings,
     )
 
 
@@ -229,34 +231,14 @@ def _prompt_settings(settings: RunSettings) -> RunSettings:
     )
 
 
-def _chat(settings: RunSettings, checked: Checked, tokenizer: PreTrainedTokenizerBase, model: str) -> tuple[bool, bool]:
-    """Whether the chat template is used, and whether the protocol by itself would use it."""
-    available = chat_template.has_chat_template(tokenizer)
-    preset = checked.protocol.preset.chat
-    if not available and (settings.chat == "on" or (settings.chat == "auto" and preset)):
-        raise UserError(f"The tokenizer of {model} has no chat template: use --chat off.")
-    own = available if preset is None else preset
-    return (own if settings.chat == "auto" else settings.chat == "on"), own
-
-
-def _in_template(
-    settings: RunSettings, brought: PreTrainedTokenizerBase, chat: bool, model: str
-) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None, thinking.Thinking, bool]:
-    """The tokenizer with the chosen template as this run uses it, and that template; how it treats thoughts, and
-    whether it lets the model think by its own default. brought: the tokenizer as it was loaded; it is left as it is."""
-    if not chat:
-        if settings.thinking == "on":
-            raise UserError("Thinking is switched on in the chat template, and this run uses none (--chat off).")
-        if settings.chat_template is not None:
-            raise UserError(
-                f"This run uses no chat template, so there is none to choose: leave out --chat-template "
-                f"{settings.chat_template}, or use --chat on."
-            )
-        return brought, None, thinking.Thinking(), False
-    tokenizer = copy.copy(brought)
-    template = chat_template.choose(tokenizer, settings.chat_template, model)
-    own = thinking.template_default(tokenizer)
-    return tokenizer, template, thinking.set_switch(tokenizer, settings.thinking, model), own.on
+def _chat_settings(settings: RunSettings, checked: Checked) -> tuple[Hashable, ...]:
+    """All that decides how the chat template is used."""
+    preset = checked.protocol.preset
+    return (
+        *(settings.chat, settings.chat_template, settings.thinking),
+        *(checked.protocol.name, checked.protocol.system_prompt),
+        *(preset.chat, preset.thinking, preset.system_prompt),
+    )
 
 
 def _limit_differs(checked: Checked, loaded: Mapping[str, ConfigurableTask]) -> Differences:

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from evictbench.errors import UserError, unknown
+from evictbench.errors import UserError
+from evictbench.models import fine_tuned, load
+from evictbench.models.model_files import CONFIG, read_object
 from evictbench.numerals import MOST, read_whole, shown
+from evictbench.policy.budget import Budget
 from evictbench.suite.spec import GREEDY, Protocol, Question, Sampling, Suite
 
 if TYPE_CHECKING:
@@ -62,27 +65,47 @@ class AnswerLimit:
 class ChosenProtocol:
     """A named protocol with the changes that the options ask for, as far as they need no model.
 
-    tasks: names to prepare; None for the suite's default set. at: the k of pass@k and maj@k.
+    tasks: names to prepare; None for the suite's default set. context (tokens of a sample), limit (documents of a
+    task): None where the suite has no such notion, or no such limit. thinking: as `--thinking` takes it; "auto" for
+    the chat template's own default. system_prompt: None for none of ours. at: the k of pass@k and maj@k.
     """
 
     name: str
     preset: Protocol
     tasks: tuple[str, ...] | None
     question: Question
+    context: int | None
+    limit: int | None
+    thinking: str
+    system_prompt: str | None
     sampling: Sampling
     answer_limit: AnswerLimit
     repeats: int
     at: int
     differs: Differences
 
+    def budget(self, given: Budget) -> Budget:
+        """The budget that `--budget` stands for: where the protocol takes shares of the context, a number of entries.
+
+        given: as it was read."""
+        if self.preset.share_of == "prompt" or given.share is None or self.context is None:
+            return given
+        return Budget(tokens=given.at(self.context, 0))
+
 
 def choose(settings: RunSettings, suite: Suite, tasks: tuple[str, ...] | None) -> ChosenProtocol:
     """Look up `--protocol` and make the changes that other options ask for. tasks: those of `--tasks`, checked."""
     known = suite.all_protocols
     if settings.protocol not in known:
-        raise unknown("protocol", settings.protocol, known, f" of {suite.name}")
+        raise UserError(
+            f"The suite {suite.name} has no protocol {shown(settings.protocol)!r}: there "
+            f"{'is' if len(known) == 1 else 'are'} {', '.join(known)}."
+        )
     preset = known[settings.protocol]
-    sampling = _sampling(settings, preset, suite)
+    own_sampling = preset.sampling
+    if preset.model_sampling:
+        own_sampling = preset.sampling_for(_known_as(settings.model))
+    sampling = _sampling(settings, own_sampling, suite)
     repeats = preset.repeats if settings.repeats is None else settings.repeats
     at = repeats if settings.at is None else settings.at
     if at > repeats:
@@ -97,12 +120,18 @@ def choose(settings: RunSettings, suite: Suite, tasks: tuple[str, ...] | None) -
     pairs: dict[str, tuple[Any, Any]] = {
         "question": (question, own_question),
         **{
-            name: (value, getattr(preset.sampling, name))
+            name: (value, getattr(own_sampling, name))
             for name, value in asdict(sampling).items()
             if name == "temperature" or sampling != GREEDY  # temperature 0 says all there is to say
         },
         "repeats": (repeats, preset.repeats),
     }
+    context = suite.default_context if preset.context is None else preset.context
+    if settings.context is not None:
+        if preset.context is not None:
+            pairs["context"] = (settings.context, preset.context)
+        context = settings.context
+    limit = suite.default_limit if preset.limit is None else preset.limit
     differs = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     others = [name for name in tasks or () if name not in preset.tasks]
     if others:
@@ -113,6 +142,10 @@ def choose(settings: RunSettings, suite: Suite, tasks: tuple[str, ...] | None) -
         preset=preset,
         tasks=tasks or (None if preset.tasks == default.tasks else preset.tasks),
         question=question,
+        context=context,
+        limit=limit if settings.limit is None else settings.limit,
+        thinking=_thinking(settings, preset),
+        system_prompt=_system_prompt(settings, preset),
         sampling=sampling,
         answer_limit=_answer_limit(settings.max_new_tokens, preset),
         repeats=repeats,
@@ -141,8 +174,30 @@ def _answer_limit(given: str, preset: Protocol) -> AnswerLimit:
     return AnswerLimit(limit, preset.max_new_tokens, shrinks=False)
 
 
-def _sampling(settings: RunSettings, preset: Protocol, suite: Suite) -> Sampling:
-    """The protocol's sampling with the options' values. At temperature 0 the others have no effect and are left out."""
+def _known_as(model: str) -> str:
+    """The name by which a table of a protocol knows a model: that of the model it was fine-tuned from, if its config
+    names one, and else its own. model: as `--model` takes it."""
+    source = load.resolve(model)
+    base = None if source.path is None else read_object(source.path / CONFIG).get(fine_tuned.FIELD)
+    named = base.get("name") if isinstance(base, Mapping) else None
+    return named if isinstance(named, str) else source.result_name
+
+
+def _thinking(settings: RunSettings, preset: Protocol) -> str:
+    if settings.thinking != "auto" or preset.thinking is None:
+        return settings.thinking
+    return "on" if preset.thinking else "off"
+
+
+def _system_prompt(settings: RunSettings, preset: Protocol) -> str | None:
+    given = preset.system_prompt if settings.system_prompt is None else settings.system_prompt
+    return (given or "").strip() or None
+
+
+def _sampling(settings: RunSettings, own: Sampling, suite: Suite) -> Sampling:
+    """The protocol's sampling with the options' values. own: the protocol's for this model.
+
+    At temperature 0 the others have no effect and are left out."""
     given = {name: value for name in asdict(GREEDY) if (value := getattr(settings, name)) is not None}
     for name, (low, high, range_in_words) in RANGES.items():
         value = given.get(name)
@@ -150,7 +205,7 @@ def _sampling(settings: RunSettings, preset: Protocol, suite: Suite) -> Sampling
             raise UserError(f"--{name.replace('_', '-')} is {value:g}; it has to be {range_in_words}.")
     if given.get("top_p") == 0:
         raise UserError("--top-p 0 leaves no token to draw: give a number above 0 and up to 1.")
-    sampling = replace(preset.sampling, **given)
+    sampling = replace(own, **given)
     if sampling.temperature > 0:
         return sampling
     idle = [f"--{name.replace('_', '-')}" for name in given if name != "temperature"]

@@ -18,6 +18,7 @@ from evictbench.models import load, machine
 from evictbench.models.loaded_weights import UnusedTensors
 from evictbench.policy.ragged import PagedPolicy
 from evictbench.store import run_folder
+from evictbench.store.records import RECENCY_VERSION
 from evictbench.store.summary import repeats_itself, summarise
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def run_plan(
                 folder.write_summary(summary)
         except WriteFailed as error:
             raise WriteFailed(f"{error} {len(folder.samples)} finished samples are in {plan.folder}.") from error
-        for sentence in doubts:
+        for sentence in (*doubts, *_unmeasured(plan, folder)):
             watcher.warn(sentence)
     return Outcome(plan, summary, interrupted)
 
@@ -136,6 +137,7 @@ def load_generator(plan: RunPlan, load: Callable[[RunPlan], PreTrainedModel] = l
         batch_size=settings.batch_size,
         seed=settings.seed,
         ends=plan.end_tokens.ids,
+        recency=plan.checked.recency,
     )
     return engine, machine.device_names(model)
 
@@ -150,6 +152,8 @@ def _generate(
     watcher.phase("loading the weights")
     generator, device = make_generator(plan)
     unused = load.unused_tensors(plan.source)
+    if unused is not None and plan.weights is not None:
+        unused = unused.without(plan.weights.of_model)
     session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **machine.versions(),
@@ -256,7 +260,32 @@ def _line(plan: RunPlan, planned: PlannedSample, completion: Completion) -> dict
         "first_token_seconds": completion.first_token_seconds,
         "decode_seconds": completion.decode_seconds,
         "decode_steps": completion.decode_steps,
+        **_recency(plan, completion),
     }
+
+
+def _recency(plan: RunPlan, completion: Completion) -> dict[str, Any]:
+    """How recent what was kept was: nothing where nobody asked, or where no step was decoded."""
+    window, count = plan.checked.recency, getattr(completion, "recency", None)
+    if window is None or count is None:
+        return {}
+    shares = count.shares()
+    return {
+        "recency": {
+            "version": RECENCY_VERSION,
+            "window": str(window.length),
+            "every": window.every,
+            "moments": count.moments,
+            "share": float(shares.nanmean()),
+            "by_layer": _rounded(shares.nanmean(-1).tolist()),
+        },
+        "recency_by_head": [_rounded(layer) for layer in shares.tolist()],
+    }
+
+
+def _rounded(shares: Sequence[float]) -> list[float | None]:
+    """Shares to four digits, NaN as None."""
+    return [None if share != share else round(share, 4) for share in shares]
 
 
 def _graded(plan: RunPlan, planned: PlannedSample, completion: Completion) -> tuple[Answer, tasks.GradedAnswer]:
@@ -314,6 +343,9 @@ def _check_same_prompts(plan: RunPlan, folder: run_folder.RunFolder) -> None:
 
 def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from plan.prepared.warnings
+    yield from plan.template_warnings
+    if plan.checked.budget is not None:
+        yield from plan.policy.doubts(plan.checked.budget)
     for name, count in plan.answers_cut.items():
         yield (
             f"{count} of {plan.documents[name]} answers of {name} may be shorter than its card allows "
@@ -325,6 +357,21 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
         yield (
             f"{count} of {total} prompts of {name} do not fit the window of {plan.model} with their answers and are "
             "left out (--skip-overlong): its score is over the others."
+        )
+
+
+def _unmeasured(plan: RunPlan, folder: run_folder.RunFolder) -> Iterator[str]:
+    """What --recency has not measured."""
+    if plan.checked.recency is None:
+        return
+    window = str(plan.checked.recency.length)
+    keys = [planned.key for planned in plan.prompts if planned.key in folder.samples]
+    without = sum(folder.samples[key].get("recency", {}).get("window") != window for key in keys)
+    if without:
+        yield (
+            f"{without} of {len(keys)} samples have no share of kept entries inside the window {window}: they were "
+            "finished before it was asked for, or no step of theirs was decoded. --out with another folder makes all "
+            "of them again."
         )
 
 

@@ -47,6 +47,7 @@ class RunSettings:
     top_k: int | None = None
     min_p: float | None = None
     thinking: str = "auto"
+    system_prompt: str | None = None
     skip_overlong: bool = False
     batch_size: int = 8
     seed: int = 0
@@ -56,6 +57,7 @@ class RunSettings:
     haystack: Path | None = None
     out: Path = Path("results/runs")
     trust_remote_code: bool = False
+    recency: str | None = None
 
     def command(self, **changes: Any) -> str:
         """The command line that runs these settings with `changes` made to them. Defaults are left out."""

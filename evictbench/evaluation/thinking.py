@@ -86,6 +86,36 @@ def set_switch(tokenizer: PreTrainedTokenizerBase, wanted: str, model: str) -> T
     return thinking
 
 
+def follow(tokenizer: PreTrainedTokenizerBase, wanted: bool, protocol: str, model: str) -> tuple[Thinking, str | None]:
+    """Set the switch as a protocol has it, and return how the template then treats thoughts. protocol, model: names.
+
+    The second is a sentence where the template has no switch, so that the model does as it does by itself.
+    Raises UserError where thoughts are off in the protocol, and the template opens one and has no switch.
+    """
+    default = template_default(tokenizer)
+    if has_switch(tokenizer) or default.on == wanted:
+        return set_switch(tokenizer, "on" if wanted else "off", model), None
+    if wanted:
+        return default, (
+            f"The protocol {protocol} lets the model think, and the chat template of {model} has no switch for it: the "
+            "answers are as the template has them, and the result names the difference."
+        )
+    if default.opened:
+        raise UserError(
+            f"In the protocol {protocol} the model does not think, and the chat template of {model} opens a thought "
+            "and has no switch: use --thinking on, which the result names as a difference, or another model."
+        )
+    return set_switch(tokenizer, "off", model), (
+        f"In the protocol {protocol} the model does not think, and the chat template of {model} has no switch for it: "
+        "answers may begin with a thought all the same, and end inside it."
+    )
+
+
+def has_switch(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer's chat template can switch thoughts on and off."""
+    return _switch(tokenizer, str(tokenizer.get_chat_template())) is not None
+
+
 def _state(tokenizer: PreTrainedTokenizerBase, template: str, switch: str | None) -> Thinking:
     """How the template treats thoughts by its own default. switch: its variable, None where it has none."""
     tail = _tail(tokenizer)

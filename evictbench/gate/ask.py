@@ -18,6 +18,7 @@ from evictbench.gate import cells, latency
 from evictbench.gate.baseline import above_full, against_baseline
 from evictbench.gate.exact import against_itself
 from evictbench.gate.finding import Finding, GateRequest
+from evictbench.gate.seen import with_entries_seen
 from evictbench.store.frame import read_results
 from evictbench.store.run_folder import RUN
 from evictbench.store.select import choose, wanted_values
@@ -34,7 +35,7 @@ def findings(request: GateRequest, phase: Callable[[str], None] = lambda _: None
     answers = [*_against_baseline(request, phase), *_against_papers(request, phase)]
     if not answers:
         raise UserError(f"No run in {request.folder} is of a policy, model and suite that a published number is about.")
-    return answers
+    return with_entries_seen(answers, lambda: _chosen(request, request.folder, phase))
 
 
 def _against_baseline(request: GateRequest, phase: Callable[[str], None]) -> Iterator[Finding]:
@@ -63,7 +64,7 @@ def _against_baseline(request: GateRequest, phase: Callable[[str], None]) -> Ite
 def _runs_against(request: GateRequest, baseline: Path, phase: Callable[[str], None]) -> Iterator[Finding]:
     here, there = _chosen(request, request.folder, phase), _chosen(request, baseline, phase)
     phase(f"comparing them with those in {baseline}")
-    pairs = cells.pairs(here, there, exact=request.exact, in_common=request.paired)
+    pairs = cells.pairs(here, there, exact=request.exact, in_common=request.paired, trainings=request.trainings)
     if request.exact:
         yield from against_itself(pairs)
     else:
@@ -78,12 +79,28 @@ def _against_papers(request: GateRequest, phase: Callable[[str], None]) -> Itera
     from evictbench.gate.published import against_published
     from evictbench.store.published import read_published
 
-    names = {cell.name for cell in cells.cells_of(_chosen(request, request.folder, phase))}
-    suites = wanted_values(request.filters).get("suite")
+    chosen = set(_chosen(request, request.folder, phase)["fingerprint"].astype(str))
     phase("comparing them with the numbers of papers")
-    for finding in against_published(request.folder, read_published(), request.tolerance):
-        if finding.cell in names and (suites is None or finding.suite in suites):
-            yield finding
+    yield from against_published(
+        request.folder,
+        read_published(),
+        request.tolerance,
+        trainings=request.trainings,
+        bases=_bases(request),
+        chosen=chosen,
+    )
+
+
+def _bases(request: GateRequest) -> dict[str, str]:
+    """--base as a mapping from models to their bases."""
+    bases: dict[str, str] = {}
+    for given in request.base:
+        model, equals, base = (part.strip() for part in given.partition("="))
+        if not (model and equals and base):
+            raise UserError(f"--base takes MODEL=BASE, a fine-tuned model and what it was made from, not {given!r}.")
+        if bases.setdefault(model, base) != base:
+            raise UserError(f"--base names two bases of {model}: {bases[model]} and {base}.")
+    return bases
 
 
 def _chosen(request: GateRequest, folder: Path, phase: Callable[[str], None]) -> pd.DataFrame:

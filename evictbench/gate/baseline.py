@@ -118,8 +118,12 @@ def _scores(pairs: Sequence[Pair], tolerance: float) -> list[Finding]:
                 if finds is None
                 else f"; with these documents one of {100 * finds:.1f} would be in {100 * POWER:.0f} of 100 cases."
             )
-        finding = _finding("failed" if failed else "passed", pair.here, "score", here, there, change, p, why)
-        findings.append(replace(finding, finds=finds))
+        cell = pair.here
+        if cell.deviation is not None:
+            spread = f"{100 * cell.deviation:.1f} points"
+            why = f"{why[:-1]}; the mean of {cell.trainings} trainings, whose scores' standard deviation is {spread}."
+        finding = _finding("failed" if failed else "passed", cell, "score", here, there, change, p, why)
+        findings.append(replace(finding, finds=finds, trainings=cell.trainings, deviation=cell.deviation))
     return findings
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.store.frame import KEY
+from evictbench.store.frame import KEY, RUN_COLUMNS
 from evictbench.store.select import BUDGETED, SHARED, text_of
 
 if TYPE_CHECKING:
@@ -24,19 +24,26 @@ ALIKE = tuple(name for name in SHARED if name not in ("weights", "results_versio
 TOLD_APART = ("model", *ALIKE, *BUDGETED)
 """Columns that are named where a folder has several cells of one policy, budget and suite."""
 
+OF_A_TRAINING = ("policy_source", "fingerprint", "folder")
+"""Columns in which runs that differ in their trained weights alone may differ; the model too, if it was fine-tuned."""
+
 
 @dataclass(frozen=True)
 class Cell:
     """One policy at one budget on one suite under one protocol.
 
     name: "h2o @ 256", "full". suite: its name, and what else tells the cell from others in the folder. about: the
-    columns of its run. samples: one row per sample and repeat, as `read_results` has them.
+    columns of its run. samples: one row per sample and repeat, as `read_results` has them; the means over trainings,
+    where there are several. trainings: how many. deviation: the standard deviation of the score over trainings, the
+    mean over tasks; None for fewer than two.
     """
 
     name: str
     suite: str
     about: Mapping[str, Any]
     samples: pd.DataFrame
+    trainings: int = 1
+    deviation: float | None = None
 
     @property
     def budgeted(self) -> bool:
@@ -92,20 +99,87 @@ def cells_of(samples: pd.DataFrame) -> list[Cell]:
     return cells
 
 
-def pairs(here: pd.DataFrame, there: pd.DataFrame, *, exact: bool = False, in_common: bool = False) -> list[Pair]:
+def over_trainings(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, those that differ in their trained weights alone put together: each sample is the mean of theirs.
+
+    Raises UserError where not all trainings have the same samples.
+    """
+    several: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        several.setdefault(but_for_training(cell.about), []).append(cell)
+    return [found[0] if len(found) == 1 else _mean_of(found) for found in several.values()]
+
+
+def but_for_training(run: Mapping[str, Any]) -> tuple[str, ...]:
+    """What runs that differ in their trained weights alone have in common; of a run without such weights, all of it.
+
+    run: its `RUN_COLUMNS`.
+    """
+    fine_tuned = text_of(run["base_model"]) != "none"
+    source = json.loads(run["policy_source"]) if isinstance(run["policy_source"], str) else {}
+    if not fine_tuned and not source.get("weights"):
+        return (str(run["fingerprint"]),)
+    if source.get("weights"):
+        source["weights"] = {"variant": source["weights"].get("variant")}
+    skipped = {*OF_A_TRAINING, *(("model", "weights") if fine_tuned else ())}
+    own = (text_of(run[name]) for name in RUN_COLUMNS if name not in skipped)
+    return (*own, json.dumps(source, sort_keys=True))
+
+
+def _mean_of(trainings: Sequence[Cell]) -> Cell:
+    import pandas as pd
+
+    keys = [set(zip(*(cell.samples[name].tolist() for name in KEY), strict=True)) for cell in trainings]
+    for cell, own in zip(trainings, keys, strict=True):
+        if own != keys[0]:
+            raise UserError(
+                f"The trainings of {cell.name} on {cell.suite} do not have the same samples: finish the run in "
+                f"{cell.about['folder']}, or leave it out."
+            )
+    whole = pd.concat([cell.samples for cell in trainings])
+    whole["task"] = whole["task"].astype(str)
+    grouped = whole.groupby(KEY, sort=False)
+    numbers = [name for name in whole.select_dtypes("number") if name not in KEY and name not in RUN_COLUMNS]
+    samples = grouped.first()
+    samples[numbers] = grouped[numbers].mean()
+    scores = [fmean(own for own in _task_means(cell)) for cell in trainings]
+    first = trainings[0]
+    return replace(first, samples=samples.reset_index(), trainings=len(trainings), deviation=stdev(scores))
+
+
+def _task_means(cell: Cell) -> list[float]:
+    by_task: dict[str, list[float]] = {}
+    for (task, _), score in documents(cell.samples, "score").items():
+        by_task.setdefault(task, []).append(score)
+    return [fmean(scores) for scores in by_task.values()]
+
+
+def pairs(
+    here: pd.DataFrame,
+    there: pd.DataFrame,
+    *,
+    exact: bool = False,
+    in_common: bool = False,
+    trainings: bool = False,
+) -> list[Pair]:
     """Every cell of the runs with the cell of the baseline that was made in the same way.
 
     here, there: frames from `read_results`, of the runs and of the baseline. exact: results versions must be equal too.
-    in_common: compare the samples that both have, even if one has more. Raises UserError, saying what differs, for a
-    cell without a counterpart.
+    in_common: compare the samples that both have, even if one has more. trainings: cells that differ in their trained
+    weights alone are one. Raises UserError, saying what differs, for a cell without a counterpart.
     """
     ours, theirs = cells_of(here), cells_of(there)
+    if trainings:
+        ours, theirs = over_trainings(ours), over_trainings(theirs)
     matched: list[Pair] = []
     used: set[str] = set()
     for cell in ours:
         other = _counterpart(cell, theirs, exact)
         if str(other.about["fingerprint"]) in used:
-            raise UserError(f"Two of the runs are {cell.name} on {cell.suite}: take one with --where or in a folder.")
+            raise UserError(
+                f"Two of the runs are {cell.name} on {cell.suite}: take one with --where or in a folder, or, if they "
+                "are trainings of one policy, their mean with --trainings."
+            )
         used.add(str(other.about["fingerprint"]))
         matched.append(Pair(cell, other, _side_by_side(cell, other, in_common)))
     for cell in theirs:
@@ -142,7 +216,7 @@ def _counterpart(cell: Cell, theirs: Sequence[Cell], exact: bool) -> Cell:
     if len(alike) > 1:
         raise UserError(
             f"The baseline has {len(alike)} runs of {cell.name} on {mine['suite']} that were made in the same way: "
-            "keep one of them in it."
+            "keep one of them in it, or, where they are trainings of one policy, take their mean with --trainings."
         )
     if not alike:
         nearest = min(differing, key=len)
@@ -155,7 +229,7 @@ def _counterpart(cell: Cell, theirs: Sequence[Cell], exact: bool) -> Cell:
 
 def _differences(cell: Cell, other: Cell, exact: bool) -> Iterator[str]:
     """A sentence about each difference between two cells that were to be made in the same way."""
-    mine, their = cell.about, other.about
+    mine, their = (_as_its_base(about) for about in (cell.about, other.about))
     if text_of(mine["weights"]) != text_of(their["weights"]):
         models = text_of(mine["model"]), text_of(their["model"])
         yield (
@@ -177,6 +251,13 @@ def _differences(cell: Cell, other: Cell, exact: bool) -> Iterator[str]:
     for task in sorted(map(str, versions[0].keys() & versions[1].keys())):
         if versions[0][task] != versions[1][task]:
             yield f"the version of {task} is {versions[0][task]} here and {versions[1][task]} there"
+
+
+def _as_its_base(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The columns, a fine-tuned model replaced by what it was made from: its own weights are the policy's."""
+    if text_of(about["base_model"]) == "none":
+        return about
+    return {**about, "model": about["base_model"], "weights": about["base_weights"]}
 
 
 def _side_by_side(here: Cell, there: Cell, in_common: bool) -> pd.DataFrame:

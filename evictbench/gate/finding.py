@@ -16,8 +16,9 @@ Status = Literal["passed", "failed", "warning", "reproduced", "below", "above", 
 class GateRequest:
     """The options of `evictbench gate`, as given.
 
-    folder: of runs. traces, baseline_traces: folders of traces; where none is named, those among the runs of the two
-    sides.
+    folder: of runs. trainings: whether runs that differ in their weights alone are one row. base: "MODEL=BASE", models
+    that were fine-tuned elsewhere and what each was made from. traces, baseline_traces: folders of traces; where none
+    is named, those among the runs of the two sides.
     """
 
     folder: Path
@@ -25,6 +26,8 @@ class GateRequest:
     baseline: Path | None = None
     exact: bool = False
     paired: bool = False
+    trainings: bool = False
+    base: tuple[str, ...] = ()
     tolerance: float = TOLERANCE
     latency_tolerance: float = LATENCY_TOLERANCE
     traces: tuple[Path, ...] = ()
@@ -44,7 +47,9 @@ class Finding:
     there; of a KL that must be equal, the largest difference of any text or part of it. low, high: the 95% interval of
     the difference. p: of the test that decided, corrected for the number of cells. samples: how many documents were
     compared. why: one sentence. fails: whether the gate fails because of this. finds: the true change for the worse
-    that the test would find in 80 of 100 cases, where that is known.
+    that the test would find in 80 of 100 cases, where that is known. seen: the entries that queries saw here, in words,
+    where the policy's budget is no bound. trainings, deviation: how many trainings the value here is the mean of, and
+    their scores' standard deviation, None for fewer than two.
     """
 
     status: Status
@@ -62,3 +67,6 @@ class Finding:
     why: str
     fails: bool
     finds: float | None = None
+    seen: str | None = None
+    trainings: int = 1
+    deviation: float | None = None

@@ -1,36 +1,29 @@
 """Which runs a published number is about, and how their protocols differ.
 
 These count as the same: a model under another organisation or in other letters; a budget written another way; a setting
-of the policy that is its default. Differences of dtype, batch size, number of documents and answers per document are
-passed over: they move the score and the full cache's alike, or only change how sure it is.
+of the policy that is its default; a task of lm-eval's own, with or without "lm-eval-". Differences of dtype, batch
+size, number of documents and answers per document are passed over: they move the score and the full cache's alike, or
+only change how sure it is.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError
-from evictbench.gate.cells import cell_name
+from evictbench.gate.arms import Arm, Run, plain
+from evictbench.gate.wanted import MEAN, Wanted, has_length, preset_tasks, wanted
 from evictbench.policy.budget import Budget
-from evictbench.registry import LM_EVAL, SUITES, load_policy, load_suite, names, parse_label
-from evictbench.store.frame import RUN_COLUMNS, document_scores, read_results
-from evictbench.store.select import FULL, SAMPLING, comparable, text_of
+from evictbench.registry import LM_EVAL_NAME, load_policy, parse_label
+from evictbench.store.select import SAMPLING, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from evictbench.store.published_number import Published
-
-MEAN = "mean"
-
-SCORES = re.compile(r"accuracy|score|match|f1|rouge|pass@1|avg@|average", re.IGNORECASE)
-"""Published metrics that are the same as a run's score."""
 
 SAME_NAME = ("context", "question", "chat", "chunk")
 """Fields of a published protocol that are compared with the run's column of that name."""
@@ -38,83 +31,50 @@ SAME_NAME = ("context", "question", "chat", "chunk")
 DECISIVE = ("question", "temperature", "max_new_tokens")
 """Fields that a finding mentions if the paper does not state them."""
 
+ALTERNATIVES = " or "
+"""What stands between the values of a published protocol that are held to be alike."""
 
-@dataclass(frozen=True)
-class Arm:
-    """One run.
-
-    run: its `RUN_COLUMNS`, None where empty. group: a number that it shares with the runs that differ from it only in
-    prefill, chunk, policy and budget. documents: the mean score over repeats by (task, doc_id). lengths: `task`,
-    `token_limit` and `output_tokens` of each sample.
-    """
-
-    run: Mapping[str, Any]
-    group: int
-    documents: Mapping[tuple[str, int], float]
-    lengths: pd.DataFrame
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks that it has samples of."""
-        return tuple(dict.fromkeys(task for task, _ in self.documents))
-
-    @property
-    def cell(self) -> str:
-        """Policy @ budget."""
-        return cell_name(self.run["policy"], self.run["budget"])
-
-
-def arms(folder: Path) -> list[Arm]:
-    """The runs in a folder of results. Raises UserError if there is none."""
-    samples = read_results(folder, text=False)
-    samples = samples.assign(group=comparable(samples))
-    runs = []
-    for _, own in samples.groupby("fingerprint", observed=True, sort=False):
-        first = own.iloc[0]
-        runs.append(
-            Arm(
-                run={name: None if first[name] != first[name] else first[name] for name in RUN_COLUMNS},
-                group=int(first["group"]),
-                documents=document_scores(own),
-                lengths=own[["task", "token_limit", "output_tokens"]],
-            )
-        )
-    return runs
-
-
-def full_beside(arm: Arm, among: Sequence[Arm]) -> Mapping[tuple[str, int], float] | None:
-    """The full cache's document scores under the same model, protocol and data; None if it was not run."""
-    documents: dict[tuple[str, int], float] = {}
-    for other in among:
-        if other.group == arm.group and other.run["policy_name"] == FULL:
-            documents |= other.documents
-    return documents or None
-
-
-def is_score(entry: Published) -> bool:
-    """Whether a number is a policy's score, and not the full cache's, a speed or a perplexity."""
-    return entry.policy != FULL and entry.unit in ("percent", "share") and SCORES.search(entry.metric) is not None
+TRAINED = {"none": "nothing", "scorer": "a scorer beside the frozen model", "model": "the model itself"}
+"""What was trained, in words."""
 
 
 def speaks_of(entry: Published, arm: Arm) -> bool:
-    """Whether model, policy (by name), budget, suite and task are the run's."""
+    """Whether model, policy (by name), budget, suite and task are the arm's."""
+    run = wanted(entry)
     return (
-        entry.suite == arm.run["suite"].removeprefix(LM_EVAL)
-        and _plain(entry.model) == _plain(arm.run["model"])
-        and entry.policy.partition(":")[0] == arm.run["policy_name"]
-        and _budget(entry.budget) == _budget(arm.run["budget"])
-        and (entry.task == MEAN or entry.task in arm.tasks)
+        plain(run.model) == plain(arm.first.model)
+        and run.policy_name == arm.first.columns["policy_name"]
+        and _same_suites(run, arm)
+        and _budget(arm.first.columns["budget"]) in (_budget(run.budget), _budget(entry.budget))
+        and (entry.task == MEAN or any(task in arm.tasks for task in entry.tasks or (entry.task,)))
     )
+
+
+def differences(entry: Published, arm: Arm) -> list[str]:
+    """A phrase about each thing in which an arm that a number speaks of is not as the paper has it: settings of the
+    policy, budget, training, protocol, tasks."""
+    parts, lacking = tasks_of(entry, arm)
+    differs = other_settings(entry, arm) + _other_budget(entry, arm) + _other_training(entry, arm)
+    for run, tasks in zip(arm.runs, parts, strict=True):
+        where = f" on {run.columns['suite']}" if len(arm.runs) > 1 else ""
+        differs += [
+            f"{name}{where} ({text_of(here)} here, {text_of(there)} there)"
+            for name, here, there in _differing(entry, run, arm, tasks)
+        ]
+    if lacking:
+        differs.append(f"tasks ({', '.join(lacking)} not run here, part of the mean there)")
+    return differs
 
 
 def other_settings(entry: Published, arm: Arm) -> list[str]:
     """A phrase about each setting of the policy that differs between the run and the number."""
+    label, run = wanted(entry).policy, arm.first.columns
     try:
-        stated = parse_label(entry.policy).settings
+        stated = parse_label(label).settings
     except UserError:
-        same = entry.policy == arm.run["policy"]
-        return [] if same else [f"policy ({arm.run['policy']} here, {entry.policy} there)"]
-    own = json.loads(arm.run["policy_settings"])
+        same = label == run["policy"]
+        return [] if same else [f"policy ({run['policy']} here, {label} there)"]
+    own = json.loads(run["policy_settings"])
     return [
         f"{name} of the policy ({text_of(own[name])} here, {text_of(value)} there)"
         for name, value in json.loads(json.dumps(stated, default=str)).items()
@@ -122,20 +82,28 @@ def other_settings(entry: Published, arm: Arm) -> list[str]:
     ]
 
 
-def tasks_of(entry: Published, arm: Arm) -> tuple[tuple[str, ...], list[str]]:
-    """The tasks that a number is about, and those of them that the run lacks. A mean is over the tasks of the suite's
-    protocol for that paper, or of its default protocol if it has none for the paper."""
-    if entry.task != MEAN:
-        return (entry.task,), []
-    tasks = _preset(entry) or arm.tasks
-    return tasks, [task for task in tasks if task not in arm.tasks]
+def tasks_of(entry: Published, arm: Arm) -> tuple[list[tuple[str, ...]], list[str]]:
+    """The tasks that a number is about, for each suite of the arm, and those of them that the arm lacks.
+
+    A mean is over the tasks that the number names, or those of the suite's protocol for that paper, or of its default
+    protocol if it has none for the paper, or those that were run if the suite is not installed.
+    """
+    parts = []
+    for name, run in zip(wanted(entry).suites, arm.runs, strict=True):
+        of_suite = (preset_tasks(entry, name) or run.tasks) if entry.task == MEAN else (entry.task,)
+        parts.append(entry.tasks or of_suite)
+    return parts, [task for own, run in zip(parts, arm.runs, strict=True) for task in own if task not in run.tasks]
 
 
-def protocol_differs(entry: Published, arm: Arm, tasks: Sequence[str]) -> list[str]:
-    """A phrase about each field of the protocol that differs from what the paper states."""
-    return [
-        f"{name} ({text_of(here)} here, {text_of(there)} there)" for name, here, there in _differing(entry, arm, tasks)
-    ]
+def weights_of(entry: Published, parts: Sequence[Sequence[str]], documents: Mapping[str, int]) -> dict[str, float]:
+    """How each task of `tasks_of` weighs in the mean, 1 in all: suites alike, and within one its tasks alike or by
+    their number of documents, as the paper has it. documents: of each task."""
+    weights: dict[str, float] = {}
+    for tasks in parts:
+        sizes = {task: documents[task] if entry.weighting == "documents" else 1 for task in tasks}
+        whole = sum(sizes.values()) or 1
+        weights |= {task: size / whole / len(parts) for task, size in sizes.items()}
+    return weights
 
 
 def unstated(entry: Published) -> list[str]:
@@ -143,24 +111,48 @@ def unstated(entry: Published) -> list[str]:
     return [name for name in DECISIVE if entry.protocol.get(name) is None]
 
 
-def _differing(entry: Published, arm: Arm, tasks: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
-    stated = {name: value for name, value in entry.protocol.items() if value is not None}
+def _same_suites(run: Wanted, arm: Arm) -> bool:
+    own = [str(one.columns["suite"]) for one in arm.runs]
+    return len(own) == len(run.suites) and all(
+        name in (suite, suite.removeprefix(LM_EVAL_NAME)) for name, suite in zip(run.suites, own, strict=True)
+    )
+
+
+def _other_budget(entry: Published, arm: Arm) -> list[str]:
+    here, there = arm.first.columns["budget"], wanted(entry).budget
+    same = _budget(here) == _budget(there)
+    return [] if same else [f"budget ({here} of the tokens seen here, {there} entries there)"]
+
+
+def _other_training(entry: Published, arm: Arm) -> list[str]:
+    here = arm.first.trained
+    if here == entry.trained:
+        return []
+    return [f"training ({TRAINED[here]} was trained here, {TRAINED[entry.trained]} there, and the two are not alike)"]
+
+
+def _differing(entry: Published, run: Run, arm: Arm, tasks: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    stated, own = wanted(entry).protocol, run.columns
     for name in SAME_NAME:
-        here = arm.run[name]
+        here = own[name]
         if name in stated and (here is not None or name == "context") and not _alike(here, stated[name]):
-            yield name, here, stated[name]
-    if "thinking" in stated and not _alike(arm.run["thoughts"], stated["thinking"]):
-        yield "thinking", arm.run["thoughts"], stated["thinking"]
-    greedy = arm.run["temperature"] == 0
+            yield name, here, entry.protocol[name]
+    if "context" not in stated and own["context"] is not None and not has_length(str(own["suite"])):
+        yield "context", own["context"], None
+    if "thinking" in stated and not _alike(own["thoughts"], stated["thinking"]):
+        yield "thinking", own["thoughts"], stated["thinking"]
+    greedy = own["temperature"] == 0
     for name in SAMPLING:
         idle = greedy and name != "temperature"
-        if name in stated and not idle and not _alike(arm.run[name], stated[name]):
-            yield name, arm.run[name], stated[name]
-    prefill = _prefill(arm)
-    if stated.get("prefill") not in (None, prefill):
-        yield "prefill", prefill, stated["prefill"]
+        if name in stated and not idle and not _alike(own[name], stated[name]):
+            yield name, own[name], stated[name]
+    prefills = (_prefill(run), own["prefill"])
+    if "prefill" in stated and not any(_alike(prefill, stated["prefill"]) for prefill in prefills):
+        yield "prefill", prefills[0], stated["prefill"]
     if "max_new_tokens" in stated:
-        yield from _limit(stated["max_new_tokens"], arm.lengths[arm.lengths["task"].isin(tasks)])
+        runs = [one for training in arm.trainings for one in training if one.columns["suite"] == own["suite"]]
+        for one in runs:
+            yield from _limit(stated["max_new_tokens"], one.lengths[one.lengths["task"].isin(tasks)])
 
 
 def _limit(stated: int, lengths: pd.DataFrame) -> Iterator[tuple[str, Any, Any]]:
@@ -172,33 +164,13 @@ def _limit(stated: int, lengths: pd.DataFrame) -> Iterator[tuple[str, Any, Any]]
         yield "max_new_tokens", limits[0] if len(limits) == 1 else f"{limits[0]} to {limits[-1]}", stated
 
 
-def _prefill(arm: Arm) -> str:
+def _prefill(run: Run) -> str:
     """The prefill mode of a run; "native" becomes the policy's own mode if the policy is installed."""
-    own = arm.run["prefill"]
+    own = run.columns["prefill"]
     try:
-        return str(load_policy(arm.run["policy_name"]).prefill_mode(own))
+        return str(load_policy(run.columns["policy_name"]).prefill_mode(own))
     except UserError:
         return str(own)
-
-
-def _preset(entry: Published) -> tuple[str, ...] | None:
-    """The tasks of the suite's protocol for that paper, or of its default one; None if the suite is not installed."""
-    if entry.suite not in names(SUITES):
-        return None
-    try:
-        suite = load_suite(entry.suite)
-    except UserError:
-        return None
-    for name, protocol in suite.protocols.items():
-        cited = re.split(r"[\s,:(]", protocol.source)[0]
-        if name != "default" and (entry.paper in protocol.source or re.split(r"[\s,:(]", entry.title)[0] == cited):
-            return protocol.tasks
-    default = suite.protocols.get("default")
-    return suite.tasks if default is None else default.tasks
-
-
-def _plain(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].casefold()
 
 
 def _budget(text: str | None) -> Budget | None:
@@ -206,5 +178,6 @@ def _budget(text: str | None) -> Budget | None:
 
 
 def _alike(here: Any, there: Any) -> bool:
+    """Whether a run's value is the paper's, or one of those that it holds to be alike."""
     numbers = [isinstance(value, Real) and not isinstance(value, (bool, str)) for value in (here, there)]
-    return abs(here - there) < 1e-9 if all(numbers) else text_of(here) == text_of(there)
+    return abs(here - there) < 1e-9 if all(numbers) else text_of(here) in text_of(there).split(ALTERNATIVES)

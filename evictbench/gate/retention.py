@@ -185,16 +185,16 @@ def retention(
     arm: Mapping[tuple[str, int], float],
     full: Mapping[tuple[str, int], float],
     tasks: Sequence[str],
-    by_size: bool = False,
+    weights: Mapping[str, float] | None = None,
 ) -> Retention | None:
     """The retention over the documents of these tasks that both runs have.
 
-    arm, full: the mean score over repeats by (task, doc_id), under the policy and under the full cache. by_size: tasks
-    weigh by their number of documents. None if a task has no document in common, or the full cache scores 0.
+    arm, full: the mean score over repeats by (task, doc_id), under the policy and under the full cache. weights: of
+    the tasks, 1 in all; None where they weigh alike. None if a task has no document in common, or the full cache scores
+    0.
     """
     common = sorted(arm.keys() & full.keys())
     by_task = tuple(tuple((arm[key], full[key]) for key in common if key[0] == task) for task in tasks)
     if not by_task or not all(by_task) or not any(pair[1] > 0 for task in by_task for pair in task):
         return None
-    count = sum(map(len, by_task))
-    return Retention(by_task, tuple(len(task) / count for task in by_task) if by_size else None)
+    return Retention(by_task, None if weights is None else tuple(weights[task] for task in tasks))

@@ -35,6 +35,7 @@ from evictbench.policy.declarations import Prefill
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.generation.recency import RecencyWindow
     from evictbench.policy.budget import Budget
 
 BUCKET = 32
@@ -116,6 +117,7 @@ class Comparison:
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
     dense_passes: where to keep what the dense pass of a text found, for other comparisons on the same model and texts.
+    recency: as of `ModelRunner`.
     Raises UserError for an impossible budget, and for a model without an output head to read.
     """
 
@@ -129,12 +131,13 @@ class Comparison:
         chunk: int = 512,
         batch_size: int = 8,
         dense_passes: DensePasses | None = None,
+        recency: RecencyWindow | None = None,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
         if model.get_output_embeddings() is None:
             raise UserError(f"{type(model).__name__} has no output head, so its distributions cannot be compared.")
-        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk, recency=recency)
         self.dense = ModelRunner(model, Everything(), None, chunk=chunk)
         self.batch_size = batch_size
         self.dense_passes = dense_passes
@@ -231,6 +234,7 @@ class Comparison:
             first_token_seconds=row.prefill_seconds,
             decode_seconds=row.decode_seconds,
             decode_steps=len(row.divergence) - 1,
+            recency=costs.recency,
             score=metrics["agreement"],
             metrics=metrics,
             divergence=tuple(row.divergence),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from evictbench.cache.base import KVCache
+    from evictbench.cache.rows import RecencyCount
+    from evictbench.generation.recency import RecencyWindow
     from evictbench.policy.base import BasePolicy
     from evictbench.policy.budget import Budget
     from evictbench.policy.declarations import Prefill
@@ -58,7 +60,7 @@ class Completion:
     occupancy: entries per KV head that its decode queries saw, charged state included, 0 where there was none.
     cache_bytes: its row of the decode cache; prefill_peak_bytes: the cache at the fullest moment of its prompt.
     decode_seconds: its share of the steps it took part in (a step's wall time over its rows), the first token
-    excluded, which first_token_seconds counts from the start of its prefill.
+    excluded, which first_token_seconds counts from the start of its prefill. recency: how recent what it kept was.
     """
 
     key: Hashable
@@ -73,6 +75,7 @@ class Completion:
     first_token_seconds: float
     decode_seconds: float
     decode_steps: int
+    recency: RecencyCount | None = field(default=None, kw_only=True)
 
 
 @dataclass
@@ -98,7 +101,8 @@ class Generator:
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded", in chunks of `chunk` tokens.
     batch_size: rows decoded together; halved when the device runs out of memory, and the rows started again.
-    seed: of all random numbers. ends: tokens that end an answer; None: those of the model and the tokenizer.
+    seed: of all random numbers. ends: tokens that end an answer; None: those of the model and the tokenizer. recency:
+    as of `ModelRunner`.
     Nothing lives between two calls of `run`. Raises UserError for an impossible budget; `run` raises NotFinite for a
     model or a policy that makes logits NaN.
     """
@@ -115,10 +119,11 @@ class Generator:
         batch_size: int = 8,
         seed: int = 0,
         ends: Collection[int] | None = None,
+        recency: RecencyWindow | None = None,
     ) -> None:
         if batch_size < 1:
             raise UserError(f"A batch has 1 row or more, not {batch_size}.")
-        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk)
+        self.runner = ModelRunner(model, policy, budget, prefill=prefill, chunk=chunk, recency=recency)
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self.seed = seed
@@ -225,4 +230,5 @@ class Generator:
             first_token_seconds=row.first_token_seconds,
             decode_seconds=row.decode_seconds,
             decode_steps=row.decode_steps,
+            recency=costs.recency,
         )

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from evictbench.cache.new_cache import new_cache
 from evictbench.cache.probe import cache_argument
+from evictbench.cache.rows import RecencyCount
 from evictbench.errors import UserError
 from evictbench.generation.dense_run import Everything, watch_dense_run
+from evictbench.generation.recency import RecencyWindow
 from evictbench.policy.base import Policy
 
 if TYPE_CHECKING:
@@ -31,11 +33,13 @@ class Costs:
     """The costs of one row of a decode cache.
 
     occupancy_max, occupancy_mean: entries that its queries saw, 0 if it had none. cache_bytes: its part of the cache.
+    recency: how recent what it kept was, where that was counted.
     """
 
     occupancy_max: int = 0
     occupancy_mean: float = 0.0
     cache_bytes: int = 0
+    recency: RecencyCount | None = None
 
     @classmethod
     def of(cls, cache: KVCache | None, row: int) -> Costs:
@@ -43,7 +47,8 @@ class Costs:
         if cache is None:
             return cls()
         seen = cache.rows[row].occupancy
-        return cls(seen.largest, seen.total / seen.steps if seen.steps else 0.0, cache.row_bytes(row))
+        mean = seen.total / seen.steps if seen.steps else 0.0
+        return cls(seen.largest, mean, cache.row_bytes(row), cache.rows[row].recency)
 
 
 class ModelRunner:
@@ -51,7 +56,8 @@ class ModelRunner:
 
     budget: None for a policy without one. prefill: "native", "dense" or "bounded". chunk: tokens of a forward pass over
     a prompt. find_labels, write_on: the labels of a text under a policy that `needs_labels`, and the answer that a
-    dense run gives; whoever runs the same texts again may put functions in their place that remember them.
+    dense run gives; whoever runs the same texts again may put functions in their place that remember them. recency: the
+    window by which it is counted how recent the kept entries are, in decode; None: nobody wants to know.
     Raises UserError for an impossible chunk; making a cache raises it for an impossible budget.
     """
 
@@ -63,6 +69,7 @@ class ModelRunner:
         *,
         prefill: Prefill = "native",
         chunk: int = 512,
+        recency: RecencyWindow | None = None,
     ) -> None:
         if chunk < 1:
             raise UserError(f"A chunk has 1 token or more, not {chunk}.")
@@ -71,6 +78,7 @@ class ModelRunner:
         self.budget = budget
         self.prefill_mode: Prefill = prefill
         self.chunk = chunk
+        self.recency = recency
         self.find_labels: Callable[[Policy, Sequence[int]], list[Tensor]] = lambda policy, tokens: policy.labels(
             partial(watch_dense_run, model, tokens)
         )
@@ -89,9 +97,12 @@ class ModelRunner:
         )
 
     def chunks(self, length: int, border: int | None) -> Iterator[tuple[int, int]]:
-        """Where the forward passes of a prompt begin and end: chunks up to the border, what follows it in one."""
+        """Where the forward passes of a prompt begin and end: chunks up to the border, what follows it in one.
+
+        A policy that `reads_whole` gets one chunk, however long."""
         end = border if border and border < length else length
-        bounds = [*range(0, end, self.chunk), end, *([length] if end < length else [])]
+        whole = self.budget is not None and self.policy.reads_whole(self.prefill_mode)
+        bounds = [*range(0, end, end if whole else self.chunk), end, *([length] if end < length else [])]
         return itertools.pairwise(bounds)
 
     def prompt_cache(
@@ -126,6 +137,7 @@ class ModelRunner:
         tokens whose logits are wanted, 0 for all.
         """
         device = self.model.device
+        decodes = cache.prompt_done and len(tokens[0]) == 1
         input_ids = torch.tensor(tokens, device=device)
         position_ids = torch.tensor(starts, device=device)[:, None] + torch.arange(input_ids.shape[1], device=device)
         output = self.model(
@@ -135,6 +147,8 @@ class ModelRunner:
             logits_to_keep=keep,
             **{self.cache_argument: cache},
         )
+        if decodes and self.recency is not None:
+            self.recency.count(cache)
         logits: Tensor = output.logits
         return logits
 

@@ -95,6 +95,7 @@ class EvictBenchLM(TemplateLM):  # type: ignore[misc]
             model=self.source.name,
             model_sha256=lambda: load.weights_hash(self.source, trust_remote_code),
             weights=weights,
+            model_folder=lambda: load.whole_folder(self.source, trust_remote_code),
         )
         ready.check_budget(self.budget)
         self.policy, trained = ready.policy, ready.weights

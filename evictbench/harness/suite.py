@@ -21,6 +21,7 @@ from evictbench.errors import UserError
 from evictbench.evaluation.tasks import check_task_files, task_manager
 from evictbench.harness.arguments import SCORED, generation_settings
 from evictbench.harness.prompts import prepare
+from evictbench.registry import LM_EVAL_NAME
 from evictbench.suite.spec import GREEDY, Protocol, Sampling, Suite
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def suite_for(name: str) -> Suite:
         (folder / f"{len(list(folder.iterdir()))}.yaml").write_text(text)
     title = names[0] if name.endswith(".yaml") else name
     return Suite(
-        name=f"lm-eval-{title}",
+        name=f"{LM_EVAL_NAME}{title}",
         summary=f"lm-eval's {title}, as it stands",
         folder=folder,
         tasks=names,

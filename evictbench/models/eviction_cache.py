@@ -61,6 +61,7 @@ def EvictionCache(
         model_argument=None if source is None else source.name,
         model_sha256=model_sha256,
         weights=weights,
+        model_folder=lambda: None if source is None else load.whole_folder(source),
     )
     return new_cache(model, ready.policy, budget, prefill=prefill, prompt_length=prompt_length, rows=rows)
 

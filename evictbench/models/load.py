@@ -19,6 +19,7 @@ from evictbench.models.config_checks import check_config, check_config_files, ch
 from evictbench.models.devices import check_device, device_map, refuse_offloading
 from evictbench.models.file_hashes import remembered_sha256
 from evictbench.models.loaded_weights import UnusedTensors, check_loaded
+from evictbench.models.read_as import known_config
 from evictbench.models.safetensors_files import read_headers
 from evictbench.models.supported import check_attention_interface, check_layers, check_supported, context_window
 
@@ -41,6 +42,7 @@ __all__ = [
     "resolve",
     "unused_tensors",
     "weights_hash",
+    "whole_folder",
 ]
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -142,7 +144,7 @@ def load_config(source: Source, trust_remote_code: bool = False) -> PretrainedCo
     folder = _folder(source, trust_remote_code)
     model_files.small_files(folder)  # each has to lie inside the folder
     check_config_files(folder)
-    config: PretrainedConfig = _from_pretrained(
+    config: PretrainedConfig = known_config(folder) or _from_pretrained(
         AutoConfig, source, folder, trust_remote_code, what=f"{model_files.CONFIG} of"
     )
     brings_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -169,9 +171,15 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTraine
     names = model_files.small_files(folder)
     # A large vocabulary takes long to read twice: whether it is damaged is asked where it could not be used.
     model_files.check_objects(folder, [name for name in names if (folder / name).stat().st_size < _LARGE])
+    config = known_config(folder)  # without one, transformers reads the file itself
     try:
         tokenizer: PreTrainedTokenizerBase = _from_pretrained(
-            AutoTokenizer, source, folder, trust_remote_code, what="tokenizer of"
+            AutoTokenizer,
+            source,
+            folder,
+            trust_remote_code,
+            what="tokenizer of",
+            **({} if config is None else {"config": config}),
         )
     except UserError:
         model_files.check_objects(folder, names)
@@ -215,10 +223,7 @@ def load_model(
     check_device(device)
     config = load_config(source, trust_remote_code)
     check_supported(config)
-    folder = _folder(source, trust_remote_code)
-    if source.kind == "hub":
-        names = model_files.weight_files(folder, source.name, whole=False)
-        hub.fetch_weights(source.repo, folder, names)
+    folder = whole_folder(source, trust_remote_code)
     if source.kind == "bundled":
         bundled.check_content(folder)
     files = [folder / name for name in model_files.weight_files(folder, source.name)]
@@ -249,6 +254,14 @@ def load_model(
     check_layers(loaded)
     pack_linears(loaded, spare_bytes=psutil.virtual_memory().available // 2)
     return loaded
+
+
+def whole_folder(source: Source, trust_remote_code: bool = False) -> Path:
+    """The folder of a model's files, weights included: those of a hub model are fetched."""
+    folder = _folder(source, trust_remote_code)
+    if source.kind == "hub":
+        hub.fetch_weights(source.repo, folder, model_files.weight_files(folder, source.name, whole=False))
+    return folder
 
 
 def unused_tensors(source: Source) -> UnusedTensors | None:

@@ -22,11 +22,22 @@ _LAYER = re.compile(r"(.*\.)?(layers|h|blocks)\.(\d+)\.")
 class UnusedTensors:
     """Tensors in the files that the model has no place for, and that it runs without: another tower, say.
 
-    count: how many. first: the names of the first few.
+    count: how many. first: the names of the first few. names: all of them, where they are known.
     """
 
     count: int
     first: tuple[str, ...]
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> UnusedTensors | None:
+        """The tensors of these names; None: there are none."""
+        ordered = tuple(sorted(names))
+        return cls(len(ordered), ordered[:_NAMES_SHOWN], ordered) if ordered else None
+
+    def without(self, read: Collection[str]) -> UnusedTensors | None:
+        """The tensors but for those that something else than the model has read; None: nothing is left."""
+        return UnusedTensors.of(set(self.names) - set(read)) if read else self
 
     @property
     def sentence(self) -> str:
@@ -65,11 +76,11 @@ def check_loaded(
         )
     if info["error_msgs"]:
         raise UserError(f"The weights of {name} cannot be loaded: {' '.join(str(info['error_msgs'][0]).split())[:300]}")
-    unused = sorted(info["unexpected_keys"])
-    _refuse_own(model, unused, name)
+    unused = info["unexpected_keys"]
+    _refuse_own(model, sorted(unused), name)
     _refuse_integers(model, stored, name)
     check_finite(model.state_dict().items(), f"The weights of {name}", stored)
-    return UnusedTensors(len(unused), tuple(unused[:_NAMES_SHOWN])) if unused else None
+    return UnusedTensors.of(unused)
 
 
 def check_finite(

@@ -7,7 +7,8 @@
 
 A folder is named on the command line by its path or as a hub id (`--weights`); those that come with evictbench lie in
 the package of their policy, in folders under `weights/`, and are found by their cards. A policy whose authors have
-released weights in a layout of their own may say how to read it (`ForeignFormat`).
+released weights in a layout of their own may say how to read it (`ForeignFormat`), and so may one whose weights lie
+among the tensors of a model's own checkpoint (`CheckpointFormat`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from evictbench import hub
 from evictbench.errors import UserError
+from evictbench.models import model_files
+from evictbench.models.file_hashes import remembered_sha256
 from evictbench.models.loaded_weights import check_finite
 from evictbench.models.model_card import markdown
 from evictbench.models.model_files import check_inside
-from evictbench.models.safetensors_files import read_header
+from evictbench.models.safetensors_files import read_header, read_headers
 from evictbench.policy.step import ModelShape
 from evictbench.store.files import file_sha256, saving, write_json
 from evictbench.store.records import PolicyCard, checked, read_object
@@ -45,7 +48,8 @@ class Weights:
     """Trained tensors and their card.
 
     origin: where they come from, in words. sha256: of tensors and card together. transferred_from: the model that they
-    were trained on, where that is another than the one they now serve.
+    were trained on, where that is another than the one they now serve. of_model: names of the tensors in the model's
+    own checkpoint that they were read from.
     """
 
     tensors: Mapping[str, Tensor]
@@ -53,6 +57,7 @@ class Weights:
     origin: str
     sha256: str
     transferred_from: str | None = None
+    of_model: frozenset[str] = frozenset()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -77,6 +82,20 @@ class ForeignFormat(Protocol):
         origin: where the file comes from, in words. shape: of the model that the weights are to serve. Raises UserError
         for what cannot be read.
         """
+
+
+class CheckpointFormat(Protocol):
+    """How to read weights that lie among the tensors of a model's checkpoint, in one file or in shards. A policy has it
+    as its attribute `checkpoint`."""
+
+    def owns(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is the policy's."""
+
+    def read(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], origin: str, shape: ModelShape
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+        """What `ForeignFormat.read` returns. tensors: those that `owns` names. config: the object in config.json.
+        Raises UserError for what cannot be read."""
 
 
 def find(
@@ -115,6 +134,18 @@ def find(
     return _fitting(_read(chosen, f"bundled {chosen.name}"), policy, model, model_sha256, shape)
 
 
+def of_model(policy: BasePolicy, folder: Path, model: str, shape: ModelShape) -> Weights:
+    """The weights that lie in the model's own checkpoint. folder: with its config.json and its safetensors files.
+
+    Raises UserError where there are none, or they cannot be read.
+    """
+    form: CheckpointFormat | None = getattr(policy, "checkpoint", None)
+    if form is None:
+        raise UserError(f"{policy.name} reads no weights from a model's own checkpoint: name some with --weights.")
+    weights = _read_checkpoint(folder, f"in {model} itself", policy, form, shape)
+    return dataclasses.replace(weights, of_model=frozenset(_owned(folder, model, form)))
+
+
 def load(where: str, policy: BasePolicy | None = None, shape: ModelShape | None = None) -> Weights:
     """The weights in a folder or at a hub id (owner/name or owner/name@revision).
 
@@ -122,9 +153,10 @@ def load(where: str, policy: BasePolicy | None = None, shape: ModelShape | None 
     Raises UserError where there are none, or they cannot be read.
     """
     foreign: ForeignFormat | None = getattr(policy, "foreign", None) if shape is not None else None
+    form: CheckpointFormat | None = getattr(policy, "checkpoint", None) if shape is not None else None
     folder = Path(where).expanduser()
     if folder.is_dir():
-        return _read_any(folder, where, foreign, shape)
+        return _read_any(folder, where, policy, shape)
     if folder.exists():
         raise UserError(f"The weights {where} are a file; give the folder that holds {TENSORS} and {CONFIG}.")
     if where.startswith((".", "~", "/")) or where.count("/") != 1:
@@ -132,9 +164,15 @@ def load(where: str, policy: BasePolicy | None = None, shape: ModelShape | None 
     repo, _, revision = where.partition("@")
     others = foreign.files if foreign is not None else ()
     folder = hub.snapshot(repo, revision or None, known_by=(CONFIG, *others))
-    if not any((folder / name).is_file() for name in (TENSORS, *others)):
+    cached = form is not None and any(folder.glob("*.safetensors"))
+    if not cached and not any((folder / name).is_file() for name in (TENSORS, *others)):
         hub.fetch_weights(repo, folder, [TENSORS, *others])
-    return _read_any(folder, f"{repo}@{folder.name[:12]}", foreign, shape)
+    if form is not None and not any((folder / name).is_file() for name in (TENSORS, *others)):
+        if (folder / model_files.INDEX).is_file():
+            hub.fetch_weights(repo, folder, model_files.weight_files(folder, where, whole=False))
+        elif not cached:
+            hub.fetch_weights(repo, folder, ["*.safetensors"])
+    return _read_any(folder, f"{repo}@{folder.name[:12]}", policy, shape)
 
 
 def save(
@@ -217,17 +255,59 @@ def _read(folder: Path, origin: str) -> Weights:
     return Weights(tensors, card, origin, whole.hexdigest())
 
 
-def _read_any(folder: Path, origin: str, foreign: ForeignFormat | None, shape: ModelShape | None) -> Weights:
+def _read_any(folder: Path, origin: str, policy: BasePolicy | None, shape: ModelShape | None) -> Weights:
     """The weights in a folder of our layout, or of one that the policy reads."""
-    if foreign is None or shape is None or (folder / TENSORS).is_file():
+    if policy is None or shape is None or (folder / TENSORS).is_file():
         return _read(folder, origin)
-    file = next((folder / name for name in foreign.files if (folder / name).is_file()), None)
-    if file is None:
-        return _read(folder, origin)
-    check_inside(folder, [file.name], "the folder of weights")
-    tensors, card = foreign.read(file, origin, shape)
+    foreign: ForeignFormat | None = getattr(policy, "foreign", None)
+    names = foreign.files if foreign is not None else ()
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if foreign is not None and file is not None:
+        check_inside(folder, [file.name], "the folder of weights")
+        tensors, card = foreign.read(file, origin, shape)
+        _check_numbers(tensors, origin)
+        return Weights(tensors, card, origin, file_sha256(file))
+    form: CheckpointFormat | None = getattr(policy, "checkpoint", None)
+    if form is not None and any(folder.glob("*.safetensors")):
+        return _read_checkpoint(folder, origin, policy, form, shape)
+    return _read(folder, origin)
+
+
+def _read_checkpoint(
+    folder: Path, origin: str, policy: BasePolicy, form: CheckpointFormat, shape: ModelShape
+) -> Weights:
+    """The weights among the tensors of a model's checkpoint, or alone in one safetensors file beside a config.json.
+    Their hash is that of config.json and of every file that one of them lies in."""
+    from safetensors import safe_open
+
+    owned = _owned(folder, origin, form)
+    if not owned:
+        raise UserError(
+            f"The weights {origin} hold no tensor of {policy.name}: they are those of a model, trained without it or "
+            "with no tensors beside the model's."
+        )
+    tensors: dict[str, Tensor] = {}
+    files = sorted(set(owned.values()))
+    for file in files:
+        with safe_open(folder / file, framework="pt") as stored:
+            tensors |= {name: stored.get_tensor(name) for name in owned if owned[name] == file}
     _check_numbers(tensors, origin)
-    return Weights(tensors, card, origin, file_sha256(file))
+    read, card = form.read(tensors, model_files.read_object(folder / CONFIG), origin, shape)
+    _check_numbers(read, origin)
+    whole = hashlib.sha256()
+    for name in (CONFIG, *files):
+        whole.update(f"{name} {remembered_sha256(folder / name)}\n".encode())
+    return Weights(read, card, origin, whole.hexdigest())
+
+
+def _owned(folder: Path, origin: str, form: CheckpointFormat) -> dict[str, str]:
+    """The tensors of a checkpoint that are the policy's: name to file."""
+    alone = [file.name for file in folder.glob("*.safetensors")]
+    if len(alone) != 1 or (folder / model_files.INDEX).is_file():
+        alone = model_files.weight_files(folder, origin)
+    check_inside(folder, [CONFIG, *alone], "the folder of weights")
+    stored = read_headers(folder / name for name in sorted(alone))
+    return {name: tensor.file for name, tensor in stored.items() if form.owns(name)}
 
 
 def _check_numbers(tensors: Mapping[str, Tensor], origin: str) -> None:

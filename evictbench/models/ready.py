@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench import registry
@@ -61,6 +62,7 @@ def ready_policy(
     weights: str | Weights | None = None,
     stated_length: int | None = None,
     model_argument: str | None = None,
+    model_folder: Callable[[], Path | None] = lambda: None,
 ) -> ReadyPolicy:
     """Make a policy ready for the model that has this config.
 
@@ -68,7 +70,8 @@ def ready_policy(
     in results. model_sha256: returns the hash of the model's weights (`load.weights_hash`); it is called only to tell
     which trained weights belong to the model. weights: a folder, a hub id, or weights that are loaded; None: those that
     come with the policy, unless the object has some already. stated_length: as of `PagedPolicy`. model_argument: what
-    `--model` takes to mean this model, where that is not its name in results.
+    `--model` takes to mean this model, where that is not its name in results. model_folder: returns the folder of the
+    model's files with its weights (`load.whole_folder`); it is called only for a policy whose weights lie in there.
     Raises UserError for a policy or weights that do not exist or do not fit.
     """
     if isinstance(policy, str):
@@ -86,6 +89,14 @@ def ready_policy(
         return ReadyPolicy(policy, label, shape, model, None)
     if weights is None and policy.has_weights:
         return ReadyPolicy(policy, label, shape, model, None)
+    if weights is None and policy.weights_in_model:
+        folder = model_folder()
+        if folder is None:
+            raise UserError(
+                f"{policy.name} has its weights in this model's own checkpoint, which is not on this disk: name them "
+                "with --weights."
+            )
+        weights = policy_weights.of_model(policy, folder, model, shape)
     if not isinstance(weights, Weights):
         weights = policy_weights.find(
             policy, weights, model, model_sha256, shape, policy_argument=argument, model_argument=model_argument

@@ -33,7 +33,7 @@ def budget_points(panels: Panels, metric: str = "score") -> pd.DataFrame:
     import pandas as pd
 
     rows = [row for name, samples in panels.items() for row in _points(name, samples, metric)]
-    return _ordered(pd.DataFrame(rows))
+    return ordered(pd.DataFrame(rows))
 
 
 def fidelity_points(panels: Panels) -> pd.DataFrame:
@@ -82,10 +82,10 @@ def error_modes(panels: Panels) -> pd.DataFrame:
                     "documents": int(documents[policy, budget]),
                 }
             )
-    return _ordered(pd.DataFrame(rows))
+    return ordered(pd.DataFrame(rows))
 
 
-def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
+def ordered(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows by panel, then by policy as in legends, then by budget, with shares of the text after numbers."""
     panels, policies = list(dict.fromkeys(frame["panel"])), in_order(frame["policy"])
 

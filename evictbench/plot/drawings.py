@@ -10,14 +10,26 @@ from typing import TYPE_CHECKING
 
 from evictbench.errors import UserError
 from evictbench.plot import data, figures, trace
+from evictbench.plot.answers import answer_panels, answer_points, has_lost_answers
+from evictbench.plot.perplexity import NEEDS, perplexity_points
+from evictbench.plot.recency import SHARE, WINDOW, recency_points, recency_shares
 from evictbench.plot.request import OF_RUNS, Drawing, PlotRequest
+from evictbench.plot.trainings import with_trainings
 from evictbench.store import select
 from evictbench.store.frame import metric_column, read_results
 from evictbench.store.trace_files import is_trace
+from evictbench.store.trainings import as_one_row, several
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
+LACKS = {
+    "fidelity": "no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.",
+    "perplexity": "no log-likelihoods: --figures perplexity takes runs of the suite fidelity.",
+    "recency": "no share of kept entries inside a recency window: it is measured by evictbench run --recency.",
+}
+"""What is missing where a figure is asked for that the runs have no numbers for."""
 
 LONGEST_NAME = 150
 """Letters of a figure's name, which is that of its files."""
@@ -46,6 +58,13 @@ def _run_drawings(request: PlotRequest, names: Sequence[str] | None, warn: Calla
     if column.endswith("_seconds"):
         raise UserError(f"{request.metric} of a run says little about speed: plot a trace (evictbench trace).")
     samples = samples[samples[column].notna()]
+    if request.trainings:
+        samples = as_one_row(samples)
+        if not several(samples):
+            raise UserError(
+                "No policy and budget was run with several weights here: --trainings makes one row of runs that differ "
+                "in a learned policy's weights alone (evictbench sweep --weights A,B,C)."
+            )
     groups = list(samples.groupby(["suite", "model"], observed=True))
     names_taken: set[str] = set()
     refusal: UserError | None = None
@@ -102,25 +121,30 @@ def _group_drawings(
     protocol: str,
 ) -> Iterator[Drawing]:
     """The figures of a suite and model. protocol: what tells these runs from others of the same, in words."""
+    import pandas as pd
+
     metric = request.metric
-    compared = all(
-        f"metric_{name}" in part and part[f"metric_{name}"].notna().any()
-        for part in panels.values()
-        for name in ("kl", "ppl_ratio")
-    )
+    there = _measured(panels)
     if names is None:
-        names = [name for name in OF_RUNS if compared or name != "fidelity"]
-        names = [name for name in names if not (compared and name == "errors")]
-    elif "fidelity" in names and not compared:
-        raise UserError(f"{suite} has no KL and no perplexity: --figures fidelity takes runs of the suite fidelity.")
+        names = [name for name in OF_RUNS if there.get(name, True)]
+    for name in names:
+        if name in LACKS and not there[name] and not (name == "recency" and have(panels, SHARE)):
+            raise UserError(f"{suite} has {LACKS[name]}")
     title = f"{', '.join(filter(None, (f'{suite} on {model}', protocol)))}: {_title(panels.values(), request.by)}"
+    title += f"\n{select.reading_of(pd.concat(panels.values()))}"
+    trainings = _trainings(panels) if request.trainings else ""
+    title += trainings
+
+    def numbers(make: Callable[[data.Panels], pd.DataFrame], metric: str = "score") -> pd.DataFrame:
+        return with_trainings(make, panels, metric) if trainings else make(panels)
+
     for name in names:
         file = "-".join(
             filter(
                 None,
                 (
                     name,
-                    "" if metric == "score" or name in ("errors", "fidelity") else metric,
+                    "" if metric == "score" or name not in ("budget", "bytes") else metric,
                     suite,
                     model,
                     protocol.replace(", ", "-"),
@@ -130,18 +154,58 @@ def _group_drawings(
         )
         file = re.sub(r"[^\w.+=-]", "_", file)
         if name == "errors":
-            yield Drawing(file, title, data.error_modes(panels), partial(figures.error_bars, title=title))
+            yield Drawing(file, title, numbers(data.error_modes), partial(figures.error_bars, title=title))
         elif name == "fidelity":
             yield Drawing(
                 file,
                 title,
-                data.fidelity_points(panels),
+                numbers(data.fidelity_points),
                 partial(figures.against_budget, metric="", title=title),
             )
+        elif name == "perplexity":
+            yield Drawing(
+                file, title, numbers(perplexity_points), partial(figures.against_budget, metric="", title=title)
+            )
+        elif name == "answers":
+            yield Drawing(file, title, numbers(answer_points), partial(_draw_answers, title=title))
+        elif name == "recency":
+            yield Drawing(file, title, numbers(recency_points, SHARE), partial(recency_shares, title=title))
         else:
-            points = data.budget_points(panels, metric)
+            points = numbers(partial(data.budget_points, metric=metric), metric)
             draw = figures.against_budget if name == "budget" else figures.against_bytes
             yield Drawing(file, title, points, partial(draw, metric=metric, title=title))
+
+
+def _trainings(panels: Mapping[str, pd.DataFrame]) -> str:
+    """The title's words about trainings: "; mean over 3 trainings, the units of their bars"; "" where there is one."""
+    counts = {count for part in panels.values() for count in several(part).values()}
+    if not counts:
+        return ""
+    words = str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+    return f"; mean of {words} trainings, which are the units of their bars"
+
+
+def _measured(panels: Mapping[str, pd.DataFrame]) -> dict[str, bool]:
+    """Whether the runs have what a figure shows, for each figure that not all runs have numbers for."""
+
+    compared = have(panels, "metric_kl", "metric_ppl_ratio")
+    return {
+        "fidelity": compared,
+        "errors": not compared,
+        "perplexity": have(panels, *(f"metric_{name}" for name in NEEDS)),
+        "answers": not compared and all(map(has_lost_answers, panels.values())),
+        "recency": have(panels, SHARE) and all(part[WINDOW].nunique() == 1 for part in panels.values()),
+    }
+
+
+def have(panels: Mapping[str, pd.DataFrame], *columns: str) -> bool:
+    """Whether samples of every panel have these columns."""
+    return all(name in part and part[name].notna().any() for part in panels.values() for name in columns)
+
+
+def _draw_answers(frame: pd.DataFrame, title: str) -> Figure:
+    title = f"{title}\non the documents that the full cache gets right"
+    return figures.against_budget(answer_panels(frame), metric="", title=title)
 
 
 def _panels(samples: pd.DataFrame, by: str | None) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from evictbench.policy.plot_style import PlotStyle
 
-NEUTRAL = {"kl": 0.0, "ppl_ratio": 1.0, "agreement": 1.0}
+NEUTRAL = {"kl": 0.0, "ppl_ratio": 1.0, "agreement": 1.0, "ppl_increase": 0.0, "length_ratio": 1.0}
 """The value of each metric that the full cache has by definition."""
 
 SINGLE_SIZE = 6.2, 4.2
@@ -54,6 +54,8 @@ def against_budget(frame: pd.DataFrame, metric: str, title: str) -> Figure:
         for policy in in_order(points.loc[points["entries"].isna(), "policy"]):
             _band(axes, points[points["policy"] == policy].iloc[0], drawn[policy])
         level = NEUTRAL.get(own_metric) if points["entries"].notna().all() else None
+        if own_metric == "ppl":  # each comparison has measured the full cache's too
+            level = float(points.sort_values("tokens")["full"].iloc[-1])
         if level is not None:
             axes.axhline(level, color="black", linewidth=1, label="_full")
         axes.set_xscale("log", base=2)

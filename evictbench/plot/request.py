@@ -21,6 +21,9 @@ OF_RUNS = {
     "bytes": "bytes held against score",
     "fidelity": "budget against KL and perplexity",
     "errors": "how the answers that lost score ended",
+    "perplexity": "budget against perplexity over all tokens",
+    "answers": "errors and answer lengths on the documents that the full cache gets right",
+    "recency": "how much of what is kept a recency window would keep too",
 }
 """The figures of runs, and what each shows."""
 
@@ -37,7 +40,8 @@ OF_TRACES = {
 class PlotRequest:
     """The options of `evictbench plot`, as given. folder: of runs or of one trace; figures: comma-separated names,
     None for all; by: the column that has a panel for each value; allow: columns in which policies may differ.
-    each_protocol: a figure for each protocol of the runs, where without it several protocols are an error."""
+    each_protocol: a figure for each protocol of the runs, where without it several protocols are an error. trainings:
+    runs that differ in a policy's weights alone are one row, mean and standard deviation over its trainings."""
 
     folder: Path
     figures: str | None = None
@@ -49,6 +53,7 @@ class PlotRequest:
     format: str = "png,svg"
     out: Path = Path("results/plots")
     each_protocol: bool = False
+    trainings: bool = False
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ LABELS = {
     "ppl_ratio": "perplexity ÷ that of the full cache (ratio)",
     "nll": "negative log-likelihood (nats per token)",
     "nll_full": "negative log-likelihood, full cache (nats per token)",
+    "ppl": "perplexity, over all tokens",
+    "ppl_increase": "perplexity − that of the full cache",
+    "wrong": "wrong answers (%)",
+    "cut_off": "answers cut off (%)",
+    "length_ratio": "tokens per answer ÷ the full cache's",
+    "recency_share": "kept entries inside a recency window (%)",
     "cache_bytes": "cache held per sample",
     "prefill_peak_bytes": "cache held at the prefill's peak, per sample",
     "occupancy_max": "entries per KV head seen by a query, most",
@@ -42,7 +48,7 @@ LABELS = {
 }
 """The label of a metric's axis, with its unit."""
 
-PERCENT = ("score", "agreement", "truncated", "repetition")
+PERCENT = ("score", "agreement", "truncated", "repetition", "wrong", "cut_off", "recency_share")
 """Metrics in [0, 1] that an axis shows in percent."""
 
 BUDGET = "budget (entries per KV head, logarithmic)"

@@ -7,7 +7,7 @@ keys or values in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType
@@ -41,8 +41,9 @@ class BasePolicy:
     needs_budget: whether the policy works under a budget.
     prefill: the method's own prompt mode. "dense": the prompt is attended to whole and cut once at its end. "bounded":
     the cache never holds more than the budget and one chunk. "sparse" (`HeadBudgetPolicy` only): the whole prompt is
-    held until its end, but a query does not see what a bounded cache would have evicted.
+    held until its end, but a query does not see what has been evicted for it.
     learned: the policy needs trained weights, which its method `use` takes. has_weights: it has taken some.
+    weights_in_model: they lie in the model's own checkpoint, among its tensors.
     transferable: the weights' shapes do not depend on the model.
     plot_style: the policy's colour, marker and line in figures; None: those that the hash of its name gives.
     """
@@ -55,6 +56,7 @@ class BasePolicy:
     prefill: ClassVar[PrefillMode] = "dense"
     learned: bool = False
     has_weights: bool = False
+    weights_in_model: bool = False
     renamed: ClassVar[Mapping[str, str]] = RENAMED
     transferable: ClassVar[bool] = False
     plot_style: ClassVar[PlotStyle | None] = None
@@ -96,6 +98,10 @@ class BasePolicy:
         """The prompt mode of a run. given: "native" for the policy's own, else "dense" or "bounded"."""
         return cls.prefill if given == "native" else given
 
+    def reads_whole(self, given: Prefill) -> bool:
+        """Whether a prompt has to come in one forward pass, whatever the chunk. given: as of `prefill_mode`."""
+        return False
+
     @final
     def charge(self, shape: ModelShape) -> Charge:
         """What the engine charges the policy for its state, by the one rule in `evictbench.policy.charge`."""
@@ -115,6 +121,20 @@ class BasePolicy:
 
     def check_budget(self, budget: Budget) -> None:
         """Raise UserError for a budget that the policy cannot work with on any text."""
+
+    def doubts(self, budget: Budget) -> Iterable[str]:
+        """Sentences that a run under this budget warns with, such as how its weights were trained otherwise."""
+        return ()
+
+    @classmethod
+    def named_settings(cls, recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings of a result, with a value for each that the version which made it did not have.
+
+        recorded: as the result holds them. A policy that gains a setting, and no longer does by default what it did
+        without it, says here what that was. Then its earlier results have another label, and stand in no row of a new
+        one.
+        """
+        return recorded
 
     @classmethod
     def undefined_methods(cls) -> list[str]:
@@ -196,6 +216,11 @@ class Policy(BasePolicy, family=True):
         """How many last queries `window_probs` shows."""
         return 0
 
+    @property
+    def window_in_decode(self) -> bool:
+        """Whether `window_probs` are shown in decode too. Then the last queries are held there, and charged."""
+        return self.enforces_budget
+
     @final
     def held_state(self, shape: ModelShape) -> list[tuple[SlotTensor | MemoryTensor, int]]:
         """As of `BasePolicy`: slot tensors and memories of each KV head, and what the sharers of a kept set hold."""
@@ -206,7 +231,7 @@ class Policy(BasePolicy, family=True):
     @final
     def held_queries(self, shape: ModelShape) -> int:
         """As of `BasePolicy`: the last queries, where `window_probs` are shown in decode."""
-        shown = "window_probs" in self.signals and self.enforces_budget
+        shown = "window_probs" in self.signals and self.window_in_decode
         return shape.group * self.window * shape.head_dim if shown else 0
 
     @property

@@ -69,6 +69,8 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "score_at": "HeadBudgetPolicy",
         "evicted_in_chunk": "HeadBudgetPolicy",
         "head_budgets": "HeadBudgetPolicy",
+        "divides_first": "HeadBudgetPolicy",
+        "ranking_query": "HeadBudgetPolicy",
     }
 )
 """Members that only these families have. In another family the engine would not see them."""

@@ -8,6 +8,7 @@ normaliser once keys and queries change places (KVpop, arXiv 2607.05061 v2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,12 @@ from torch import Tensor
 from evictbench.policy.tiles import TILE_ELEMENTS
 
 Label = Literal["mean", "max"]
+
+LABELS: tuple[Label, ...] = ("mean", "max")
+
+SEVERAL_WINDOWS_TILE = 128
+"""Queries at a time where labels are wanted behind several windows: only the keys that some of them look back at are
+reduced once for each."""
 
 EPSILON = 1e-9
 """Added to a label before its logarithm; the paper does not say how much it adds."""
@@ -39,6 +46,22 @@ def future_labels(
     return (attention.exp() + epsilon).log().amax(2)
 
 
+def labels_behind(
+    query: Tensor,
+    key: Tensor,
+    *,
+    windows: Sequence[int],
+    scaling: float,
+    labels: Sequence[Label] = LABELS,
+    normalisers: Tensor | None = None,
+    epsilon: float = EPSILON,
+) -> dict[tuple[Label, int], Tensor]:
+    """`future_labels` by label and window, from probabilities that are computed once. Arguments as in
+    `future_attention`."""
+    found = _all(query, key, windows, scaling, labels, normalisers)
+    return {name: (attention.exp() + epsilon).log().amax(2) for name, attention in found.items()}
+
+
 def future_attention(
     query: Tensor,
     key: Tensor,
@@ -55,35 +78,57 @@ def future_attention(
     own). Memory is linear in S: probabilities exist in tiles of queries, or on CUDA, for the mean, inside
     FlexAttention's kernel.
     """
-    if label == "mean" and query.device.type == "cuda":
-        total = _by_flex_attention(query, key, window, scaling, normalisers)
-    else:
-        total = _by_tiles(query, key, window, scaling, label, normalisers)
-    if label == "max":
-        return total
+    return _all(query, key, (window,), scaling, (label,), normalisers)[label, window]
+
+
+def _all(
+    query: Tensor,
+    key: Tensor,
+    windows: Sequence[int],
+    scaling: float,
+    labels: Sequence[Label],
+    normalisers: Tensor | None,
+) -> dict[tuple[Label, int], Tensor]:
+    """The logarithm of each key's label, by label and window."""
+    fused = "mean" in labels and query.device.type == "cuda"
+    tiled = [label for label in labels if label != "mean" or not fused]
+    found = _by_tiles(query, key, windows, scaling, tiled, normalisers) if tiled else {}
+    for window in windows if fused else ():
+        found["mean", window] = _by_flex_attention(query, key, window, scaling, normalisers)
     length = key.shape[2]
-    count = (length - window - torch.arange(length, device=key.device)).clamp(min=1)
-    return total - count.log()
+    for (label, window), total in found.items():
+        if label == "mean":
+            count = (length - window - torch.arange(length, device=key.device)).clamp(min=1)
+            found[label, window] = total - count.log()
+    return found
 
 
 def _by_tiles(
-    query: Tensor, key: Tensor, window: int, scaling: float, label: Label, normalisers: Tensor | None
-) -> Tensor:
-    """`log Σ_u p` or `log max_u p`, one tile of queries after the other."""
+    query: Tensor,
+    key: Tensor,
+    windows: Sequence[int],
+    scaling: float,
+    labels: Sequence[Label],
+    normalisers: Tensor | None,
+) -> dict[tuple[Label, int], Tensor]:
+    """`log Σ_u p` and `log max_u p`, by label and window, one tile of queries after the other."""
     rows, heads, length, head_dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     wide = torch.promote_types(query.dtype, torch.float32)
     grouped = query.view(rows, kv_heads, group, length, head_dim)
     given = None if normalisers is None else normalisers.view(rows, kv_heads, group, length)
-    found = torch.zeros((rows, kv_heads, group, length), dtype=wide, device=query.device)
+    empty = torch.zeros((rows, kv_heads, group, length), dtype=wide, device=query.device)
+    found = {(label, window): empty.clone() for label in labels for window in windows}
     tile = max(1, TILE_ELEMENTS.get(query.device.type, 2**22) // max(1, rows * heads * length))
+    if len(windows) > 1:
+        tile = min(tile, SEVERAL_WINDOWS_TILE)
     for start in range(0, length, tile):
         stop = min(length, start + tile)
-        looked_at = stop - window  # keys that a query of this tile may look back at
-        if given is not None and looked_at <= 0:
+        most = stop - min(windows)  # keys that a query of this tile may look back at
+        if most <= 0:
             continue
-        width = stop if given is None else looked_at
+        width = stop if given is None else most
         part = grouped[:, :, :, start:stop].reshape(rows, kv_heads, -1, head_dim)
         logits = part.to(wide) @ key[:, :, :width].to(wide).transpose(-1, -2) * scaling
         logits = logits.view(rows, kv_heads, group, stop - start, width)
@@ -92,17 +137,27 @@ def _by_tiles(
             probs = logits.masked_fill_(future, -torch.inf).softmax(-1)
         else:
             probs = (logits - given[..., start:stop, None]).exp()
-        if looked_at <= 0:
-            continue
-        seen = probs[..., :looked_at]
-        if start - window < looked_at - 1:  # the tile's first queries do not look back at its last keys
-            seen = seen.tril(start - window)
-        part_found = found[..., :looked_at]
-        if label == "mean":
-            part_found += seen.sum(-2)
-        else:
-            torch.maximum(part_found, seen.amax(-2), out=part_found)
-    return found.log()
+        reduced = {label: _reduced(label, probs[..., : max(0, start - min(windows) + 1)]) for label in labels}
+        for window in windows:
+            looked_at = stop - window
+            if looked_at <= 0:
+                continue
+            # All queries of the tile look back at the keys before `by_all`, whatever the window; at the others, some.
+            by_all = max(0, start - window + 1)
+            by_some = probs[..., by_all:looked_at].tril(start - window - by_all)
+            for label in labels:
+                values = torch.cat([reduced[label][..., :by_all], _reduced(label, by_some)], dim=-1)
+                part_found = found[label, window][..., :looked_at]
+                if label == "mean":
+                    part_found += values
+                else:
+                    torch.maximum(part_found, values, out=part_found)
+    return {name: total.log() for name, total in found.items()}
+
+
+def _reduced(label: Label, probs: Tensor) -> Tensor:
+    """The sum or the largest over queries, `[.., keys]` of `[.., queries, keys]`."""
+    return probs.sum(-2) if label == "mean" else probs.amax(-2)
 
 
 def _by_flex_attention(query: Tensor, key: Tensor, window: int, scaling: float, normalisers: Tensor | None) -> Tensor:

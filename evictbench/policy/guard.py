@@ -183,10 +183,10 @@ def _evicted_in_chunk(policy: Any, chunk: Any, result: Any) -> str | None:
 def _head_budgets(policy: Any, budgets: HeadBudgets, result: Any) -> str | None:
     heads = budgets.mass.shape[0]
     fault = _tensor(result, (heads,), "integer")
-    if fault is None and int(result.sum()) != heads * budgets.capacity:
-        return f"pools of {int(result.sum())} entries, where a layer has {heads * budgets.capacity}"
-    if fault is None and int(result.min()) < 0:
-        return "a pool of fewer than 0 entries"
+    if fault is None and int(result.sum()) != heads * budgets.places:
+        return f"{int(result.sum())} places in all, where a layer has {heads * budgets.places}"
+    if fault is None and int(result.min()) < budgets.centroids:
+        return f"a head with {int(result.min())} places, of which {budgets.centroids} are centroids"
     return fault
 
 
@@ -222,6 +222,6 @@ CHECKS: Mapping[str, Callable[[Any, Any, Any], str | None]] = {
 GUARDED = frozenset(CHECKS) | {
     "prepare", "prepare_layers", "observe", "recent", "visible_entries", "slot_state", "shared_state", "memory",
     "read", "read_layers", "before_rotation", "after_rotation", "expiry_of_layers", "features_of_layers", "score_at",
-    "cluster", "nearest_centroid", "centroids", "allot", "fit", "check_budget",
+    "cluster", "nearest_centroid", "centroids", "ranking_query", "allot", "fit", "check_budget",
 }  # fmt: skip
 """The methods that the engine calls."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from evictbench.policy.budget import Budget
+    from evictbench.policy.declarations import Prefill
     from evictbench.policy.step import Activation, HeadBudgets, NewEntries, PrefillChunk
 
 
@@ -143,16 +144,24 @@ class HeadBudgetPolicy(PagedPolicy, family=True):
 
     A head holds sinks, the last `recent(budget)` positions and a pool. When a token leaves the recent window it joins
     the pool; if the pool is then too large, the entry with the lowest score for the next query is evicted for good.
-    Pools are divided among the heads of a layer at the end of the prompt. `slot_state` travels with the entries.
+    `slot_state` travels with the entries. A layer's budget is divided among its heads for each prompt.
+
+    divides_first: natively, before the layer attends to the prompt, whose queries the pools of these sizes then limit.
+    The prompt has to come in one forward pass for that. Else, and in the other prompt modes, at the end of the prompt.
     """
 
     batched = MappingProxyType({"features": "features_of_layers"})
+    divides_first: bool = False
 
     @classmethod
     def undefined_methods(cls) -> list[str]:
         """Those of `features`, `score_at` and `evicted_in_chunk` that are not defined."""
         needed = ("features", "score_at", "evicted_in_chunk")
         return [name for name in needed if getattr(cls, name) is getattr(HeadBudgetPolicy, name)]
+
+    def reads_whole(self, given: Prefill) -> bool:
+        """As of `BasePolicy`: where budgets are divided before a layer attends, which they are natively."""
+        return self.divides_first and self.prefill_mode(given) == "sparse"
 
     def features(self, entries: NewEntries) -> Mapping[str, Tensor]:
         """The slot tensors of new entries, `[rows, kv_heads, new(, width)]` by name."""
@@ -179,11 +188,19 @@ class HeadBudgetPolicy(PagedPolicy, family=True):
         """
         raise NotImplementedError(f"{type(self).__name__} has no score")
 
+    def ranking_query(self, prompt: int) -> int:
+        """The position of the query whose scores rank entries when budgets are divided. prompt: its tokens."""
+        return prompt - 1
+
     def head_budgets(self, budgets: HeadBudgets) -> Tensor:
-        """The size of each head's pool from the end of the prompt on, `[kv_heads]` int64, `capacity` on average."""
+        """The entries of each head beside the protected ones, `[kv_heads]` int64, `places` on average.
+
+        Centroids are among them, and a head has no fewer. They bound the pool by themselves until the prompt's end,
+        and from there on with the centroids in them.
+        """
         import torch
 
-        return torch.full(budgets.mass.shape[:1], budgets.capacity)
+        return torch.full(budgets.mass.shape[:1], budgets.places)
 
     def centroids(self, budget: int) -> int:
         """How many entries of each head, at most, are means of evicted entries. They are part of the budget."""

@@ -154,31 +154,35 @@ class PrefillChunk:
     """The entries that one layer stores of one row while its prompt is read, for a `HeadBudgetPolicy`.
 
     state: the policy's slot tensors, `[kv_heads, slots(, width)]`. positions: `[kv_heads, slots]` int32, ascending; the
-    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool.
+    last `new` of them belong to this chunk, which begins at position `first`. capacity: entries of each head's pool,
+    one number for all heads; or `[kv_heads]` int64 where the pools have been divided before this layer attends
+    (`divides_first`): then the chunk is the whole prompt.
     """
 
     state: Mapping[str, Tensor]
     positions: Tensor
     first: int
     new: int
-    capacity: int
+    capacity: int | Tensor
 
 
 @dataclass(frozen=True)
 class HeadBudgets:
-    """What is known when one layer's pool is divided among its KV heads, at the end of a row's prompt.
+    """What is known when one layer's budget is divided among its KV heads, before or after it attends to a prompt.
 
     layer: the layer's index. mass: `[kv_heads, slots]`, the softmax of the prompt's last query over all stored
-    entries, mean over the query heads of a KV head. scores: `[kv_heads, slots]`, the score of each entry for that
-    query. competes: `[kv_heads, slots]` bool, the entries that are not protected. capacity: entries of each head's
-    pool if all heads had equally many. over_budget: the prompt is longer than its budget, and all of it is stored.
+    entries, mean over the query heads of a KV head. scores: `[kv_heads, slots]`, the score of each entry for the
+    query `ranking_query`. competes: `[kv_heads, slots]` bool, the entries that are not protected. places: entries of
+    each head beside the protected ones if all heads had equally many. centroids: how many of each head's places are
+    centroids after the prompt. over_budget: the prompt is longer than its budget, and all of it is stored.
     """
 
     layer: int
     mass: Tensor
     scores: Tensor
     competes: Tensor
-    capacity: int
+    places: int
+    centroids: int
     over_budget: bool
 
 
@@ -228,6 +232,7 @@ class Step:
     query_positions: `[rows, queries]` int32, -1 for padding.
     budgets: `[rows, queries + 1]` int64, how many entries each query of this pass may see, and then the next query
     (without the state that the policy charges). steady: all of a row's budgets are equal.
+    budget: the one number that all rows' budgets are, known on the host; None where they differ.
     shared: the policy's shared tensors `[rows, sets, slots(, width)]` or `[rows, sets, *size]`, views to read and to
     update in place. With granularity "model" they belong to the whole model and lie on the first layer's device.
     carried: a dictionary that the policy may fill in one layer and read in the next. It is empty at the first layer of
@@ -248,6 +253,7 @@ class Step:
     query_positions: Tensor
     budgets: Tensor
     steady: bool
+    budget: int | None = None
     signals: Signals = field(default_factory=Signals)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     carried: dict[str, Any] = field(default_factory=dict)

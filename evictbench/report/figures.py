@@ -16,6 +16,7 @@ from evictbench.plot.request import OF_RUNS, OF_TRACES, Drawing, PlotRequest
 from evictbench.plot.style import SETTINGS
 from evictbench.report.warnings import Notice
 from evictbench.store.select import texts_of
+from evictbench.store.trainings import as_one_row, several
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,8 +53,9 @@ def figures(request: ReportRequest, samples: pd.DataFrame) -> tuple[list[Drawn],
     drawn: list[Drawn] = []
     refused: list[Notice] = []
     for (suite, model), group in samples.groupby(["suite", "model"], observed=True):
+        one_row = request.trainings and bool(several(as_one_row(group)))
         filters = replace(request.filters, suite=str(suite), model=str(model))
-        of_group, error, notes = _of_group(PlotRequest(request.folder, filters=filters), group)
+        of_group, error, notes = _of_group(PlotRequest(request.folder, filters=filters, trainings=one_row), group)
         refused += _draw(of_group, drawn)
         # How many documents each run has is warned of beside the leaderboard.
         refused += [Notice("plots", sentence) for sentence in notes if "--paired" not in sentence]

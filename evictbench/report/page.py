@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench import __version__
 from evictbench.plot.style import LABELS, PERCENT
-from evictbench.store.select import text_of
+from evictbench.store.select import reading_of, text_of
 from evictbench.terminal.units import human_bytes
 
 if TYPE_CHECKING:
@@ -56,10 +56,31 @@ def columns(board: Board) -> list[Column]:
     seen = "cache entries per KV head that a decode query saw"
     every = [
         Column("policy", "eviction policy", _policy, lambda row: row.policy, number=False),
-        Column("budget", "cache entries per KV head, or a share of the text", lambda row: row.budget, _budget_value),
+        Column(
+            "budget",
+            "cache entries per KV head, or a share of the text; where it is a target and no bound, what queries saw",
+            lambda row: row.budget_seen,
+            _budget_value,
+        ),
         Column("suite", "suite", lambda row: row.suite, lambda row: row.suite, number=False, minor=True),
         Column("model", "model", lambda row: row.model, lambda row: row.model, number=False, minor=True),
         Column("task", "task", lambda row: row.task, lambda row: row.task, number=False, minor=True),
+        Column(
+            "prefill",
+            "how the prompt was read: native to the policy, dense (whole, cut once) or bounded",
+            lambda row: row.prefill if row.budget != text_of(None) else "nothing is cut",
+            lambda row: row.prefill,
+            number=False,
+            minor=True,
+        ),
+        Column(
+            "question",
+            "whether the question was seen while the prompt was cut",
+            lambda row: row.question,
+            lambda row: row.question,
+            number=False,
+            minor=True,
+        ),
         Column("score", "mean score, in percent", lambda row: f"{100 * row.score:.1f}", lambda row: row.score),
         Column("95% interval", "where the score could be, in percent", _interval, lambda row: row.score, minor=True),
         Column(
@@ -138,6 +159,10 @@ def render(
             "suites": samples["suite"].nunique(),
             "models": samples["model"].nunique(),
         },
+        "reading": [
+            f"{suite} on {model}: {reading_of(group)}"
+            for (suite, model), group in samples.groupby(["suite", "model"], observed=True)
+        ],
         "columns": columns(board),
         "rows": board.rows,
         "choices": choices(board),

@@ -14,7 +14,8 @@ class ReportRequest:
 
     folder: of runs. traces: folders of traces whose figures go in too. out: the HTML file. documents: how many of each
     task are in the sample browser, evenly chosen; None for all that fit, 0 for none. tokenizer: a folder with
-    tokenizer.json, where the model's own tokenizer is not on this machine.
+    tokenizer.json, where the model's own tokenizer is not on this machine. trainings: as of `PlotRequest`, for the
+    figures and their numbers; the leaderboard has a row for each run.
     """
 
     folder: Path
@@ -24,3 +25,4 @@ class ReportRequest:
     filters: Filters = ALL
     documents: int | None = None
     tokenizer: Path | None = None
+    trainings: bool = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evictbench.stats.intervals import Interval, mean_of_means
 from evictbench.stats.paired import Difference, difference
 from evictbench.store.frame import METRIC, cells, document_scores
-from evictbench.store.select import FULL, comparable, text_of
+from evictbench.store.select import FULL, budget_bounds, budget_with_seen, comparable, text_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +30,7 @@ class Row:
 
     Scores and shares are in [0, 1], sizes in bytes. group: the runs that it may be compared with. versus: the full
     cache on the same documents; None without one. transferred_from: the model that the policy's weights were trained
-    on, where it is another than the run's.
+    on, where it is another than the run's. bound: whether the budget is one, and no target.
     """
 
     run: str
@@ -38,6 +38,8 @@ class Row:
     model: str
     policy: str
     budget: str
+    prefill: str
+    question: str
     task: str
     whole: bool
     group: int
@@ -54,6 +56,12 @@ class Row:
     repetition: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     transferred_from: str | None = None
+    bound: bool = True
+
+    @property
+    def budget_seen(self) -> str:
+        """The budget, with the entries that queries saw where it is no bound."""
+        return budget_with_seen(self.budget, self.bound, self.occupancy_mean, self.occupancy_max)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ def leaderboard(samples: pd.DataFrame) -> Board:
     full: dict[int, dict[tuple[str, int], float]] = {}
     for mark in by_task.loc[by_task["policy_name"] == FULL, "fingerprint"].unique():
         full.setdefault(group_of[mark], {}).update(by_run[str(mark)])
+    bounds = budget_bounds(by_task["policy"].astype(str).unique())
     rows: list[Row] = []
     for mark, run in by_task.groupby("fingerprint", sort=False):
         group = group_of[mark]
@@ -91,6 +100,7 @@ def leaderboard(samples: pd.DataFrame) -> Board:
         if len(tasks) > 1:
             rows.append(_mean_row(tasks, by_run[str(mark)], base))
         rows += tasks
+    rows = [replace(row, bound=bounds[row.policy]) for row in rows]
     place = {name: number for number, name in enumerate(dict.fromkeys(pd.unique(samples["suite"].astype(str))))}
     rows.sort(key=lambda row: (place[row.suite], row.model, row.group, not row.whole, row.task, -row.score))
     return Board(rows, names)
@@ -115,6 +125,7 @@ def _row(
     only: bool,
 ) -> Row:
     low, high = task["low"], task["high"]
+    means: dict[str, Any] = {name: float(task[name]) for name in MEANS}
     values = {name: float(task[METRIC + name]) for name in metrics if task[METRIC + name] == task[METRIC + name]}
     return Row(
         run=str(task["fingerprint"]),
@@ -122,6 +133,8 @@ def _row(
         model=str(task["model"]),
         policy=str(task["policy"]),
         budget=text_of(task["budget"]),
+        prefill=text_of(task["prefill"]),
+        question=text_of(task["question"]),
         task=str(task["task"]),
         whole=only,
         group=group,
@@ -133,7 +146,7 @@ def _row(
         occupancy_max=int(task["occupancy_max"]),
         metrics=values,
         transferred_from=task["transferred_from"] if isinstance(task.get("transferred_from"), str) else None,
-        **{name: float(task[name]) for name in MEANS},
+        **means,
     )
 
 
@@ -164,6 +177,8 @@ def _mean_row(
         model=first.model,
         policy=first.policy,
         budget=first.budget,
+        prefill=first.prefill,
+        question=first.question,
         task=f"mean of {len(tasks)}",
         whole=True,
         group=first.group,

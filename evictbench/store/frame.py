@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError, unknown
+from evictbench.registry import recorded_policy
 from evictbench.stats.intervals import Interval, mean_interval, spread_interval
 from evictbench.store import run_folder
 from evictbench.store.files import visible_files
@@ -26,6 +27,8 @@ RUN_COLUMNS = {
     "policy": "policy with the settings that differ from its defaults, as --policy takes it",
     "policy_name": "policy without its settings",
     "policy_settings": "every setting with its value, as JSON",
+    "base_model": "the model that a fine-tuned one was made from; null for others",
+    "base_weights": "hash of that model's weights",
     "transferred_from": "the model that the policy's weights were trained on, where it is another than the run's",
     "policy_source": "hash of the policy's file and of its weights, as JSON; null where it has neither",
     "budget": "budget as given (256, 25%); null for a policy without one",
@@ -35,6 +38,13 @@ RUN_COLUMNS = {
     "folder": "folder of the run",
 }
 """Columns that are the same for every sample of a run."""
+
+RECENCY_COLUMNS = {
+    "recency_share": "share of the kept entries inside a recency window",
+    "recency_window": "the tokens of that window; same: as many as a head keeps",
+    "recency_by_layer": "the share of each layer, a list",
+}
+"""Columns that are there where a run has measured them (--recency)."""
 
 COLUMNS = RUN_COLUMNS | {
     "task": "task",
@@ -62,6 +72,7 @@ COLUMNS = RUN_COLUMNS | {
     "decode_seconds": "seconds of decoding, this row's share",
     "decode_steps": "forward passes of decoding",
     "session": "number of the session in run.json (versions, device, commit) that made the sample",
+    **RECENCY_COLUMNS,
 }
 """The columns of `evictbench.results(...)`, and what each holds."""
 
@@ -213,15 +224,18 @@ def _run_columns(run: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The values of `RUN_COLUMNS` from a run.json, and `tasks`, a task's version by its name."""
     identity = run["identity"]
     policy, protocol = identity["policy"], identity["protocol"]
+    label, settings = recorded_policy(policy)
     source = {
         name: value for name, value in policy.items() if name not in ("name", "label", "settings") and value is not None
     }
     columns = {name: identity[name] for name in ("suite", "model", "budget", "dtype", "weights", "seed")}
     columns |= {name: protocol.get(name) for name in RUN_COLUMNS if name in protocol}
     columns |= {
-        "policy": policy["label"],
+        "policy": label,
         "policy_name": policy["name"],
-        "policy_settings": json.dumps(policy["settings"], sort_keys=True),
+        "policy_settings": json.dumps(settings, sort_keys=True),
+        "base_model": identity.get("base_model", {}).get("name"),
+        "base_weights": identity.get("base_model", {}).get("sha256"),
         "transferred_from": (policy.get("weights") or {}).get("transferred_from"),
         "policy_source": json.dumps(source, sort_keys=True) if source else None,
         "protocol": protocol.get("name"),
@@ -240,10 +254,23 @@ def _table(samples: Sequence[Mapping[str, Any]], text: bool) -> pa.Table:
 
     there = {name for sample in samples for name in sample} - (set() if text else {"text", "answer"})
     columns = {name: _column([sample.get(name) for sample in samples], TYPES[name]) for name in TYPES if name in there}
+    if any("recency" in sample for sample in samples):
+        columns |= _recency([sample.get("recency", {}) for sample in samples])
     for name in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         if name != "score":  # the score has its own column
             columns[METRIC + name] = _column([sample["metrics"].get(name) for sample in samples], "float64")
     return pa.table(columns)
+
+
+def _recency(records: Sequence[Mapping[str, Any]]) -> dict[str, pa.Array]:
+    """The columns of how recent the kept entries were; null for samples without it."""
+    import pyarrow as pa
+
+    return {
+        "recency_share": _column([record.get("share") for record in records], "float64"),
+        "recency_window": _column([record.get("window") for record in records], "string"),
+        "recency_by_layer": pa.array([record.get("by_layer") for record in records], pa.list_(pa.float64())),
+    }
 
 
 def _column(values: Sequence[Any], kind: str) -> pa.Array:

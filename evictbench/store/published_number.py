@@ -11,6 +11,17 @@ Confidence = Literal["primary", "secondary", "plot"]
 """primary: the paper's own text, or its authors' code and notes; secondary: a report by somebody else of what the
 paper says; plot: read off a figure."""
 
+Trained = Literal["none", "scorer", "model"]
+"""none: nothing was trained for the policy; scorer: a part of its own, beside a frozen model; model: the model itself,
+with or without a scorer."""
+
+Weighting = Literal["tasks", "documents"]
+"""How the tasks of a mean weigh: alike, or by their number of documents."""
+
+ShareOf = Literal["text", "length"]
+"""What a budget in percent is a share of. text: the prompt, or what has been seen; length: the length that the suite is
+made to, so that the budget is a fixed number of entries."""
+
 UNITS: dict[str, tuple[float, float]] = {
     "percent": (0, 100),
     "share": (0, 1),
@@ -56,11 +67,16 @@ PROTOCOL = {
     "output_tokens": "of a measurement of speed",
     "hardware": "of a measurement of speed",
 }
-"""Fields of a published protocol and what each holds. Those that a run has too have the run's names."""
+"""Fields of a published protocol and what each holds. Those that a run has too have the run's names. A text may name
+several values that the paper holds to be alike: "masked or native"."""
 
 
 OPTIONAL: dict[str, Any] = {
     "version": "",
+    "runs_as": "",
+    "tasks": (),
+    "weighting": "tasks",
+    "share_of": "text",
     "repeats": None,
     "spread": None,
     "full": None,
@@ -78,9 +94,12 @@ class Published:
 
     paper: arXiv id, or a name where there is none. version: of the paper, "" where it is not known. source: where in
     the paper, "Table 2, row H2O". model: hub id, or the paper's name where it fits several. policy: the label that
-    --policy takes where the policy is one of ours, otherwise the paper's own name for it. budget: as --budget takes
-    it ("2048", "25%"), None for the full cache and for what has none; budget_meaning: what the paper counts in it.
-    suite and task: our names where we have them ("mean" for an average over the suite), otherwise the paper's.
+    --policy takes where the policy is one of ours, otherwise the paper's own name for it. runs_as: the label that makes
+    that row here where the name is the paper's own ("StreamingLLM+" runs as streaming_llm), "" for others. trained:
+    what was trained for the row. budget: as --budget takes it ("2048", "25%"), None for the full cache and for what has
+    none; budget_meaning: what the paper counts in it; share_of: what it is a share of. suite and task: our names where
+    we have them ("mean" for an average over the suite; "gsm8k+bbh" for one over suites, which weigh alike), otherwise
+    the paper's. tasks: those that an average is over, () for those of the suite's protocol; weighting: how they weigh.
     metric: "accuracy", "perplexity", ... repeats: answers per document, None where it is not stated.
     value, spread and full: in `unit`, as printed; spread as the note says; full is the full cache's value of the same
     column, None where the paper has none and for the full cache itself. retention: value over full in percent, where
@@ -94,10 +113,15 @@ class Published:
     source: str
     model: str
     policy: str
+    runs_as: str
+    trained: Trained
     budget: str | None
     budget_meaning: str
+    share_of: ShareOf
     suite: str
     task: str
+    tasks: tuple[str, ...]
+    weighting: Weighting
     metric: str
     unit: str
     repeats: int | None

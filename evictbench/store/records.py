@@ -28,6 +28,9 @@ LARGEST = 2**53
 MOST = 1e300
 """The largest measured number."""
 
+MOST_NLL = 700.0
+"""The largest negative log-likelihood of a token, in nats: the perplexity has to be a number that a float holds."""
+
 Name = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
@@ -42,8 +45,8 @@ METRICS: Mapping[str, tuple[float, float]] = {
     "agreement": (0, 1),
     "kl": (-1e-3, MOST),
     **{f"kl_q{quarter}": (-1e-3, MOST) for quarter in (1, 2, 3, 4)},
-    "nll": (-1e-3, MOST),
-    "nll_full": (-1e-3, MOST),
+    "nll": (-1e-3, MOST_NLL),
+    "nll_full": (-1e-3, MOST_NLL),
     "ppl_ratio": (0, MOST),
 }
 """Least and largest value of metrics that the suites write; others may be any number. What cannot be below 0 can come
@@ -51,6 +54,9 @@ out below it by the rounding of float16."""
 
 COMPLETE = frozenset(METRICS) - {f"kl_q{quarter}" for quarter in (1, 2, 3, 4)}
 """Metrics that all samples of a task have if one has. Short texts have no quarters."""
+
+RECENCY_VERSION = 1
+"""Raised when the share of kept entries inside a recency window is measured another way."""
 
 CHECKSUM = "crc32"
 """The last field of a sample line: the CRC-32 of the run's fingerprint and of the line before it. Lines of earlier
@@ -63,6 +69,22 @@ _CHECKSUM = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\s*\Z')
 _KEY = re.compile(rb'"\s*:')
 
 Kind = TypeVar("Kind")
+
+
+class Recency(Struct, kw_only=True):
+    """How much of what was kept lay inside a recency window, in [0, 1], while an answer was decoded.
+
+    version: of this record, `RECENCY_VERSION`. window: so many last tokens, or "same", as many as the head keeps.
+    every: decode steps between the moments at which it was looked at; moments: how many those were. share: the mean
+    over moments, layers and KV heads. by_layer: the mean of each layer; null where it never kept anything.
+    """
+
+    version: Annotated[int, Meta(ge=1, le=RECENCY_VERSION)]
+    window: Annotated[str, Meta(pattern="^(same|[1-9][0-9]*)$")]
+    every: Positive
+    moments: Positive
+    share: Share
+    by_layer: list[Share | None]
 
 
 class Measured(Struct, kw_only=True):
@@ -93,6 +115,7 @@ class Measured(Struct, kw_only=True):
     decode_seconds: Amount | UnsetType | None = UNSET
     decode_steps: Count
     session: Count
+    recency: Recency | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         for name, value in self.metrics.items():
@@ -109,9 +132,10 @@ class Sample(Measured, kw_only=True):
     by_position: dict[str, list[Number]] | UnsetType = UNSET
     tokens: list[Count] | UnsetType = UNSET
     prompt_ids: str | UnsetType | None = UNSET
+    recency_by_head: list[list[Share | None]] | UnsetType = UNSET
 
 
-HEAVY = ("by_position", "tokens", "prompt_ids")
+HEAVY = ("by_position", "tokens", "prompt_ids", "recency_by_head")
 """The fields of a sample that take the most room."""
 
 
@@ -140,6 +164,7 @@ class ProtocolEntry(Struct, kw_only=True):
     question: str | None = None
     chat: bool | None = None
     thoughts: bool | None = None
+    system_prompt: str | None = None
     temperature: Amount | None = None
     top_p: Share | None = None
     top_k: Count | None = None
@@ -151,8 +176,17 @@ class ProtocolEntry(Struct, kw_only=True):
     differs: list[str] = []
 
 
+class BaseModel(Struct, kw_only=True):
+    """What a model was fine-tuned from. sha256: the hash of the base's weights. policy: the label of the policy that it
+    was trained under. A model that was trained elsewhere may state its base's name alone."""
+
+    name: Name
+    sha256: Name | None = None
+    policy: Name | None = None
+
+
 class Identity(Struct, kw_only=True):
-    """Everything that the fingerprint of a run is made of."""
+    """Everything that the fingerprint of a run is made of. base_model: of a fine-tuned model alone."""
 
     suite: Name
     tasks: dict[str, Scalar]
@@ -164,6 +198,7 @@ class Identity(Struct, kw_only=True):
     model: Name
     weights: str | None
     dtype: Name
+    base_model: BaseModel | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.budget is not None:

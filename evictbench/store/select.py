@@ -25,6 +25,7 @@ PROTOCOL = {
     "chat": "whether the chat template is used",
     "chat_template": "the template's name and hash, where it is not the default one with plain texts",
     "thoughts": "whether the template lets the model think",
+    "system_prompt": "what the system says in the template, where that is not the template's own",
     "temperature": "sampling; 0 is greedy",
     "top_p": "sampling",
     "top_k": "sampling; 0 is all tokens",
@@ -135,6 +136,23 @@ def text_of(value: object) -> str:
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def reading_of(samples: pd.DataFrame) -> str:
+    """How the prompts were read, as every table and figure of scores says it: "prefill dense, question unseen".
+
+    Runs without a budget cut nothing, and are passed over where others are there.
+    """
+    budgeted = samples[samples["budget"].notna()]
+    if budgeted.empty:
+        return reading_words([], texts_of(samples["question"]).unique())
+    return reading_words(texts_of(budgeted["prefill"]).unique(), texts_of(budgeted["question"]).unique())
+
+
+def reading_words(prefills: Iterable[str], questions: Iterable[str]) -> str:
+    """`reading_of` runs with these prefill modes and questions; without a mode nothing is cut."""
+    prefill = " and ".join(f"prefill {mode}" for mode in sorted(set(prefills))) or "no prompt is cut"
+    return f"{prefill}, {' and '.join(f'question {seen}' for seen in sorted(set(questions)))}"
 
 
 def texts_of(column: pd.Series) -> pd.Series:
@@ -290,6 +308,21 @@ def budget_bounds(labels: Iterable[str]) -> dict[str, bool]:
             chosen = parse_label(label)
             bounds[label] = bool(chosen.policy(chosen.config).enforces_budget)
     return bounds
+
+
+def entries_seen(mean: float, most: float) -> str:
+    """What decode queries saw, as it stands beside a budget that is no bound: "saw 75.0, a head at most 113"."""
+    return f"saw {mean:.{0 if mean >= 99.5 else 1}f}, a head at most {most:.0f}"
+
+
+def budget_with_seen(budget: object, bound: bool, mean: float, most: float) -> str:
+    """A budget as a table names it: "128", or where it is no bound (`budget_bounds`) "128 (saw 75.0, a head at most
+    113)".
+
+    mean, most: of the entries per KV head that a decode query saw.
+    """
+    text = text_of(budget)
+    return text if bound or text == text_of(None) else f"{text} ({entries_seen(mean, most)})"
 
 
 def comparable(samples: pd.DataFrame) -> pd.Series:

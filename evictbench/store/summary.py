@@ -15,6 +15,7 @@ from evictbench.stats.intervals import (
     mean_of_tasks,
     spread_interval,
 )
+from evictbench.stats.ratios import perplexity
 
 Line = Mapping[str, Any]
 
@@ -40,7 +41,9 @@ def summarise(lines: Iterable[Line], asked: Mapping[str, int], at: int | None = 
     `score` is the mean over documents of each one's mean over its repeats, and its interval takes documents as the
     independent samples. `repeats`: answers that every document has, the n of avg@n. Where that is more than one, `k`
     is `at` or all of them, and `pass_at_k` and `maj_at_k` (None where the task names no answers) have intervals too.
-    `metrics`: the mean of each of the task's metrics, and its interval.
+    `metrics`: the mean of each of the task's metrics, and its interval. `perplexity`: where there are log-likelihoods,
+    exp of their mean over all tokens of all documents, `full`, the full cache's on the same tokens, and its interval;
+    that of the mean row is over all tokens of all tasks. None elsewhere.
     Scores are in [0, 1], sizes in bytes per sample, times in seconds per sample, `decode_tokens_per_second` over all
     rows together and without the first token. Shares (`truncated`, `repetition`, `unclosed`: of thoughts) are in
     [0, 1].
@@ -121,6 +124,22 @@ class _Documents:
         return {name: {"mean": fmean(values), "interval": _free_interval(values)} for name, values in means.items()}
 
 
+def _perplexity(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """The perplexity over all tokens of the lines, of each document's repeats together; None if one has none."""
+    documents: dict[tuple[str, int], list[float]] = {}
+    for line in lines:
+        metrics, tokens = line.get("metrics", {}), line["output_tokens"]
+        if "nll" not in metrics or "nll_full" not in metrics or not tokens:
+            return None
+        sums = documents.setdefault((line["task"], line["doc_id"]), [0.0, 0.0, 0.0])
+        for place, value in enumerate((metrics["nll"] * tokens, metrics["nll_full"] * tokens, tokens)):
+            sums[place] += value
+    counts = [tokens for _, _, tokens in documents.values()]
+    value, interval = perplexity([nll / tokens for nll, _, tokens in documents.values()], counts)
+    full, _ = perplexity([nll / tokens for _, nll, tokens in documents.values()], counts)
+    return {"value": value, "interval": interval, "full": full}
+
+
 def _free_interval(values: Sequence[float]) -> Interval | None:
     """The interval of a metric's mean: as for scores if all values are 0 or 1, else without bounds."""
     return mean_interval(values) if all(value in (0, 1) for value in values) else spread_interval(values)
@@ -145,6 +164,7 @@ def _row(documents: _Documents, asked: int) -> dict[str, Any]:
         "maj_at_k": fmean(agreed) if agreed else None,
         "maj_interval": mean_interval(agreed),
         "metrics": documents.metrics(),
+        "perplexity": _perplexity(lines),
         "occupancy_max": max(line["occupancy_max"] for line in lines),
         **{name: fmean(line[name] for line in lines) for name in (*MEANS, *SHARES)},
         "unclosed": fmean(line.get("thinking") == "unclosed" for line in lines),
@@ -177,6 +197,7 @@ def _mean(
         "maj_at_k": maj_at_k,
         "maj_interval": maj_interval,
         "metrics": _shared_metrics(rows),
+        "perplexity": _perplexity(every),
         "occupancy_max": max(row["occupancy_max"] for row in rows),
         **{name: fmean(row[name] for row in rows) for name in (*MEANS, *SHARES, "unclosed")},
         "decode_tokens_per_second": tokens_per_second(every),

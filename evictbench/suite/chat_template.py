@@ -58,6 +58,22 @@ _TO_PARTS = (
 """Put before a template that wants parts: it makes them of texts. (The plus keeps the template's first line break.)"""
 
 
+_SAID_BY_THE_SYSTEM = (
+    "{%- if messages and messages[0]['role'] == 'system' -%}"
+    "{%- set messages = [dict(messages[0], content=SAID + '\n\n' + messages[0]['content'])] + messages[1:] -%}"
+    "{%- else -%}{%- set messages = [{'role': 'system', 'content': SAID}] + messages -%}{%- endif +%}"
+)
+_SAID_IN_THE_FIRST_TURN = (
+    "{%- set asked = namespace(turns=[], said=false) -%}{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' and not asked.said -%}{%- set asked.said = true -%}"
+    "{%- set asked.turns = asked.turns + [dict(message, content=SAID + '\n\n' + message['content'])] -%}"
+    "{%- else -%}{%- set asked.turns = asked.turns + [message] -%}{%- endif -%}"
+    "{%- endfor -%}{%- set messages = asked.turns +%}"
+)
+"""Put before a template with a system role, and before one without: the system's text SAID, before all else. (The plus
+keeps the template's first line break.)"""
+
+
 class _TooMuch(Exception):
     """Rendering takes too long, or gives too long a text."""
 
@@ -126,6 +142,22 @@ def choose(tokenizer: PreTrainedTokenizerBase, name: str | None, model: str) -> 
     if chosen.parts:
         tokenizer.chat_template = _TO_PARTS + text
     return chosen
+
+
+def say(tokenizer: PreTrainedTokenizerBase, system_prompt: str, template: ChatTemplate) -> None:
+    """Give every conversation a system prompt; it goes before the first user's text where there is no system role.
+
+    The tokenizer's template itself is changed, so that everyone who measures or renders a prompt gets the same one.
+    template: the chosen one, for sentences. Raises UserError where the template leaves the system prompt out.
+    """
+    before = _SAID_BY_THE_SYSTEM if takes_system(tokenizer) else _SAID_IN_THE_FIRST_TURN
+    # JSON's escapes are Jinja's too.
+    tokenizer.chat_template = before.replace("SAID", json.dumps(system_prompt, ensure_ascii=False)) + str(
+        tokenizer.chat_template
+    )
+    text = render(tokenizer, [{"role": "user", "content": _PROBE}], template=str(template), add_generation_prompt=True)
+    if not holds(text, system_prompt):
+        raise UserError(f"{template} leaves out or changes the system prompt: use another template, or none of it.")
 
 
 def render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,20 +31,37 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True)
 class Protocol:
-    """A named way to run a suite: values, no code.
+    """A named way to run a suite: values, no code. What it leaves at None is the suite's, the task card's or the chat
+    template's own.
 
-    source: the paper, model card or harness that they are from. tasks: the default set, by the names of the YAML.
-    chat: None for the chat template wherever the tokenizer has one and the task allows it. question, max_new_tokens:
-    None for the suite's and the task card's own. repeats: answers per document.
+    source: the paper, model card or harness that the values are from. tasks: the default set, by the names of the YAML.
+    model_sampling: sampling of models whose name, without its owner, fits a pattern ("qwen3-*-instruct-*", small
+    letters); the first that fits stands in for `sampling`. repeats: answers per document. chat: None for the chat
+    template wherever the tokenizer has one and the task allows it. thinking: whether the template lets the model think.
+    system_prompt: what the system says in the chat template. context: tokens of a sample. limit: documents of a task.
+    share_of: what a budget in percent is a share of: each prompt, or the context that the run asks for, which makes it
+    a number of entries.
     """
 
     source: str
     tasks: tuple[str, ...]
     sampling: Sampling = GREEDY
+    model_sampling: Mapping[str, Sampling] = field(default_factory=dict)
     repeats: int = 1
     chat: bool | None = None
+    thinking: bool | None = None
+    system_prompt: str | None = None
     question: Question | None = None
+    context: int | None = None
+    limit: int | None = None
     max_new_tokens: int | None = None
+    share_of: Literal["prompt", "context"] = "prompt"
+
+    def sampling_for(self, model: str) -> Sampling:
+        """How this protocol samples a model. model: its name in results, "Qwen/Qwen3-8B" or that of a folder."""
+        name = model.partition("@")[0].rpartition("/")[2].lower()
+        fitting = (sampling for pattern, sampling in self.model_sampling.items() if fnmatchcase(name, pattern))
+        return next(fitting, self.sampling)
 
 
 @dataclass(frozen=True)

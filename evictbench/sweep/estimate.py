@@ -97,7 +97,7 @@ def _entries(plan: RunPlan, planned: PlannedSample) -> tuple[int, int]:
         return seen, length
     mode = plan.policy.prefill_mode(plan.settings.prefill)
     at_prompt = budget.at(planned.compressible, length)
-    fullest = length if mode == "dense" else min(length, at_prompt + plan.settings.chunk)
+    fullest = length if mode != "bounded" else min(length, at_prompt + plan.settings.chunk)
     return min(seen, budget.at(planned.compressible, seen)), fullest
 
 

@@ -10,7 +10,7 @@ options of the command line, or from a file of the same options with overrides f
       - suite: gsm8k               # the cells that this names: policy, budget, suite; one of each or a list
         limit: 100
       - policy: kvpop
-        weights: kvpop-mine
+        weights: kvpop-mine        # several trainings, comma-separated or as a list, are cells of their own
       - {policy: tova, budget: 128, leave_out: true}
 """
 
@@ -140,14 +140,24 @@ def grid_cells(grid: Grid) -> list[RunSettings]:
                         used.add(number)
                         options |= override.options
                         left_out |= override.leave_out
-                if not left_out:
-                    cells.append(RunSettings(policy=policy, suite=suite, budget=budget, **options))
+                for training in [] if left_out else trainings(options["weights"]):
+                    cells.append(RunSettings(policy, suite, budget, **options | {"weights": training}))
     for number, _ in enumerate(grid.overrides, start=1):
         if number - 1 not in used:
             raise UserError(f"Override {number} names no cell of the sweep.")
     if not cells:
         raise UserError("Every cell of the sweep is left out.")
     return cells
+
+
+def trainings(weights: str | None) -> list[str | None]:
+    """The weights that a comma list names, each of which has a cell of its own; None for a policy's own weights."""
+    if weights is None:
+        return [None]
+    named = list(dict.fromkeys(word.strip() for word in weights.split(",") if word.strip()))
+    if not named:
+        raise UserError(f"--weights {weights} names no weights.")
+    return list(named)
 
 
 def coarse_to_fine(budgets: Iterable[str]) -> list[str]:
@@ -251,8 +261,8 @@ def _option(name: str, value: Any, where: str) -> Any:
         (kind,) = (option for option in get_args(kind) if option is not NoneType)
     if value is None:
         return None
-    if isinstance(value, list) and name == "tasks":
-        return ",".join(str(task) for task in value)
+    if isinstance(value, list) and name in ("tasks", "weights"):
+        return ",".join(str(item) for item in value)
     plain = isinstance(value, str | int | float)
     if isinstance(value, int) and abs(value) > MOST_SEED:
         raise UserError(f"The word {name}{where} takes no number as large as {shown(value)}.")

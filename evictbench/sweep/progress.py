@@ -70,8 +70,9 @@ class SweepCell:
 
     @property
     def title(self) -> str:
-        """Policy, budget and suite: "h2o at 256 on ruler"."""
-        return cell_title(self.policy, self.budget, self.suite)
+        """Policy, budget, suite, and weights where they were named: "h2o at 256 on ruler"."""
+        weights = self.plan.settings.weights
+        return cell_title(self.policy, self.budget, self.suite) + (f", weights {weights}" if weights else "")
 
     @property
     def total(self) -> int:

@@ -267,6 +267,7 @@ def _ready(
         model_sha256=lambda: model if source is None else load.weights_hash(source, settings.trust_remote_code),
         weights=weights,
         model_argument=settings.model,
+        model_folder=lambda: None if source is None else load.whole_folder(source, settings.trust_remote_code),
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evictbench.errors import UserError, WriteFailed
 from evictbench.models import load, machine, policy_weights
+from evictbench.models.fine_tuned import record_base
 from evictbench.store.files import saving, write_json
 from evictbench.train import checkpoint
 from evictbench.train.loop import Trained, Trainer, Watcher
@@ -263,6 +264,7 @@ def _save_model(plan: TrainPlan, trained: Trained) -> str:
     dtype = getattr(base, "dtype", None) or model.dtype
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in trained.state.items()}
     model.config.dtype = dtype
+    record_base(model.config, plan.model, plan.sha256, plan.checked.chosen.label)
     logging.disable_progress_bar()
     with saving(folder):
         model.save_pretrained(folder, state_dict=state)

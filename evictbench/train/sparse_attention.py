@@ -34,6 +34,29 @@ def attend_visible(query: Tensor, key: Tensor, value: Tensor, visible: Visible, 
     return _tiled(query, key, value, visible, scaling)
 
 
+@torch.no_grad()
+def visible_normalisers(query: Tensor, key: Tensor, visible: Visible, scaling: float) -> Tensor:
+    """The log of what each query's softmax over its visible keys divides by, `[rows, heads, S]` float32 or wider.
+
+    query, key: as in `attend_visible`. Keys with a penalty or moved sinks are not supported: no learner asks for them.
+    """
+    assert visible.penalty is None
+    assert not visible.sinks
+    rows, heads, length, head_dim = query.shape
+    kv_heads = key.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.view(rows, kv_heads, heads // kv_heads, length, head_dim)
+    positions = torch.arange(length, device=query.device)
+    parts = []
+    for start in range(0, length, TILE):
+        end = min(start + TILE, length)
+        queries, keys = positions[start:end, None], positions[:end]
+        seen = (keys <= queries) & ((queries < visible.expiry[:, :, None, :end]) | (keys == queries))
+        logits = grouped[:, :, :, start:end].to(wide) @ key[:, :, None, :end].to(wide).transpose(-1, -2) * scaling
+        parts.append(logits.masked_fill(~seen[:, :, None], -torch.inf).logsumexp(-1))
+    return torch.cat(parts, dim=-1).flatten(1, 2)
+
+
 class StudentAttention:
     """The `dense_attention` of one forward pass of a student, which says once a layer what is visible.
 

@@ -1,6 +1,6 @@
 """DistillCache's five features of an entry, computed from sums over layers and heads. No attention is stored.
 
-The features, in this order: alpha, norm, sigma, entropy, place (`DistillCache` defines them). Tensors are float32, or
+The features, in the order of `recipe.NAMES` (`DistillCache` defines them). Tensors are float32, or
 float64 where the model is. `heads` counts the query heads of all layers together, unless said otherwise.
 """
 
@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-
-NAMES = ("alpha", "norm", "sigma", "entropy", "place")
 
 RECENT = 64
 """How many last queries an entry's entropy is computed from."""

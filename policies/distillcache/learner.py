@@ -52,6 +52,7 @@ class RankerLearner(Learner):
                 raise UserError(f"{self.recipe.start} holds no ranker of distillcache to begin with.")
             self.ranker.load_state_dict({name: tensor.float() for name, tensor in start.tensors.items()})
             self.started_from = {"start": start.sha256}
+        self.ranker.use_only(self.recipe.used)
 
     @property
     def device(self) -> torch.device:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
+
+from .recipe import NAMES
 
 WIDTH = 128
 
@@ -39,6 +43,17 @@ class Ranker(nn.Module):
             nn.ReLU(),
             nn.Linear(width, 1),
         )
+
+    def use_only(self, names: Collection[str]) -> None:
+        """Make the first layer's weights of all other features 0, and keep them from being trained."""
+        used = torch.tensor([name in names for name in NAMES])
+        if used.all():
+            return
+        weight = self.layers[0].weight
+        assert isinstance(weight, nn.Parameter)
+        with torch.no_grad():
+            weight.mul_(used.to(weight))
+        weight.register_hook(lambda slope: slope * used.to(slope))
 
     @torch.no_grad()
     def measure(self, features: Tensor) -> None:

@@ -8,6 +8,9 @@ from typing import Literal
 
 from evictbench.errors import UserError
 
+NAMES = ("alpha", "norm", "sigma", "entropy", "place")
+"""The features of an entry, in their order; `DistillCache` defines them."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -20,12 +23,17 @@ class Recipe:
 
     For reinforce. samples: rows of one text that each draw their sets. temperature: divides the scores when sets are
     drawn. sampler: "gumbel", as published, or "poisson", which draws from the distribution whose log-probability has
-    the gradient. entropy: the weight of a choice's surprise. average: the share that the moving average of returns
-    keeps at each update. normalise: divide advantages by their spread over a text's samples and choices, which is not
-    in the paper.
+    the gradient. entropy: the weight of a choice's surprise. bonus: what a choice's surprise is, "sum", minus the
+    log-probability of its whole set, as published, or "mean", the same per entry that the choice evicts. reward: "kl",
+    as published, or "attention", the share of the teacher's attention of the next 8 tokens that the choice keeps.
+    average: the share that the moving average of returns keeps at each update. normalise: divide advantages by their
+    spread over a text's samples and choices, which is not in the paper.
 
     For supervised. target: "importance", the regression of the logarithm of later attention, or "set", the likelihood
     of the teacher's best set. cuts: prompts cut from each text. every: steps between two decisions that are used.
+
+    features: "all", or the names of those that the ranker may use, joined by plus signs: "alpha+entropy". The others'
+    weights are 0 and stay so.
     """
 
     method: Literal["reinforce", "supervised"] = "reinforce"
@@ -36,11 +44,14 @@ class Recipe:
     sampler: Literal["gumbel", "poisson"] = "gumbel"
     gamma: float = 0.99
     entropy: float = 0.01
+    bonus: Literal["sum", "mean"] = "sum"
+    reward: Literal["kl", "attention"] = "kl"
     average: float = 0.99
     normalise: bool = False
     target: Literal["importance", "set"] = "importance"
     cuts: int = 2
     every: int = 8
+    features: str = "all"
 
     def __post_init__(self) -> None:
         least = {"horizon": 1, "samples": 1, "cuts": 1, "every": 1}
@@ -52,5 +63,16 @@ class Recipe:
                 "distillcache trains with a gamma of 0 to 1, an average from 0 to below 1, an entropy of 0 or more "
                 "and a temperature above 0."
             )
+        unknown = set(self.used) - set(NAMES)
+        if unknown or len(self.used) != len(set(self.used)):
+            raise UserError(
+                f"distillcache ranks by {', '.join(NAMES)}: name some, each once, joined by plus signs, or all "
+                f"(--recipe features=alpha+entropy), and not {self.features!r}."
+            )
         if self.start is not None and not Path(self.start).expanduser().is_dir():
             raise UserError(f"There is no folder {self.start} to begin with (--recipe start=...).")
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The names of the features that the ranker may use."""
+        return NAMES if self.features == "all" else tuple(self.features.split("+"))

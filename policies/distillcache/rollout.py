@@ -58,11 +58,13 @@ class Decision:
 class Episode:
     """The students' decisions on one text, and their cost.
 
-    kl: `[rows, steps]`, KL(teacher ‖ student) in nats of the prediction after each token that was fed.
+    kl: `[rows, steps]`, KL(teacher ‖ student) in nats of the prediction after each token that was fed. attention: the
+    teacher's of each of those tokens, `[steps, stop]`, the mean over layers and query heads; None where nobody asked.
     """
 
     decisions: list[Decision]
     kl: Tensor
+    attention: Tensor | None = None
 
 
 class Teacher(DistillCache):

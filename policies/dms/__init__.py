@@ -11,7 +11,8 @@ from evictbench.policy import ModelShape, NewEntries, RaggedPolicy
 from evictbench.policy.plot_style import DASH_DOT, PlotStyle
 
 from .allotment import OFF, Calibration
-from .gate import OFFSET, SCALE, BorrowedGate, SeparateGate
+from .checkpoint import ADAPTERS, Options
+from .gate import BorrowedGate, SeparateGate
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class Settings:
     """window: a marked token at t is seen by the queries up to t + window. sinks: first positions, never evicted. gate:
     "separate" (trained weights beside a frozen model), "borrowed" (a channel of the queries of a model that was trained
-    so), or "auto": borrowed where the model's config has a `dms_window_size`. alpha_per: each KV "head" decides
+    so), or "auto": what the model's config says, adapters in its own checkpoint (`dms_separate_alpha`) or a borrowed
+    channel (`dms_window_size` alone), and separate where it says nothing. alpha_per: each KV "head" decides
     for itself, or all heads of a "layer" together. None: the value of the model's config or the weights' card.
     """
 
@@ -52,8 +54,13 @@ class DMS(RaggedPolicy):
 
     Deviations: the threshold is 0, as published, only for a budget of the share that the model was trained for. Another
     budget moves it, by the calibration in the weights' card, so that one gate serves many shares; the threshold is
-    chosen for the length of each row's prompt. The official cache stores blocks of 256 entries, this one pages of 16. A
-    budget of the whole text switches eviction off; a borrowed channel is zeroed even then.
+    chosen for the length of each row's prompt. The authors train one checkpoint for each ratio, and a share far from
+    the trained one wants its own too: tokens are put in order where the noise of the training has its density, near the
+    threshold 0. At the bundled gate's thresholds for half of 729 tokens (7.2) and an eighth of 1,024 (-6.1) that
+    density is below 1% of its maximum. A prompt is read under eviction, as published, whatever prefill is asked for.
+    Decisions are computed in float32, the authors' in the model's dtype. The official cache stores blocks of 256
+    entries, this one pages of 16. A budget of the whole text switches eviction off; a borrowed channel is zeroed even
+    then.
     """
 
     name = "dms"
@@ -64,6 +71,7 @@ class DMS(RaggedPolicy):
     Recipe: ClassVar[type[Any]] = Recipe
     prefill = "bounded"
     learned = True
+    checkpoint = ADAPTERS
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -106,26 +114,32 @@ class DMS(RaggedPolicy):
         return 1
 
     def fit(self, config: Any) -> None:
-        """Take window, gate and trained share from the config of a checkpoint that was trained to borrow a channel."""
-        text = config.get_text_config(decoder=True)
-        window = getattr(text, "dms_window_size", None)
-        separate = self.config.gate == "separate" or getattr(text, "dms_separate_alpha", False)
-        if separate or (window is None and self.config.gate != "borrowed"):
+        """Take from the config of a checkpoint that was trained with DMS where its gate is, and what a borrowed channel
+        needs: window, scale, offset, and the ratio that it was trained for. UserError for options that DMS cannot have.
+        """
+        options = Options.of(config.get_text_config(decoder=True))
+        if options.separate and self.config.gate == "borrowed":
+            raise UserError(
+                "dms: gate=borrowed is not possible with this model, whose gate is in adapters (dms_separate_alpha)."
+            )
+        if options.separate:
+            self.weights_in_model = True
             return
-        if self._window is None and window is not None:
-            self._window = int(window)
+        if self.config.gate == "separate" or (options.window is None and self.config.gate != "borrowed"):
+            return
+        if self._window is None:
+            self._window = options.window
         if self._alpha_per is None:
-            self._alpha_per = getattr(text, "dms_alpha_per", None) or "head"
+            self._alpha_per = options.per
         self.learned = False
         self._gate = BorrowedGate(
             ModelShape.of(config).kv_heads,
             shared=self._alpha_per == "layer",
-            scale=float(getattr(text, "dms_alpha_scale", SCALE)),
-            offset=float(getattr(text, "dms_initial_alpha_offset", OFFSET)),
+            scale=options.scale,
+            offset=options.offset,
         )
-        ratio = getattr(text, "dms_cr", None)
-        if self._calibration is None and ratio:
-            self._calibration = Calibration.published(float(ratio))
+        if self._calibration is None and options.ratio:
+            self._calibration = Calibration.published(options.ratio)
 
     def use(self, weights: Weights, shape: ModelShape) -> None:
         """Take the separate gate's weight `[layers, kv_heads, hidden]` and bias `[layers, kv_heads]`, and the card's
@@ -156,6 +170,8 @@ class DMS(RaggedPolicy):
             self._alpha_per = card.get("alpha_per", "head")
         if weights.card.get("calibration"):
             self._calibration = Calibration.of(weights.card["calibration"])
+        elif weights.card.get("ratio"):
+            self._calibration = Calibration.published(float(weights.card["ratio"]))
 
     def learner(self, shape: ModelShape, training: Training) -> Learner:
         """The trainable side: the separate gate."""

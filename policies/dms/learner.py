@@ -97,7 +97,7 @@ class DMSLearner(Learner):
         of the soft ones.
         """
         z = gate.governing(self.logits(layer, hidden))
-        soft = (z + noise(seed, layer, z)) / self.recipe.temperature
+        soft = (z + self.recipe.noise * noise(seed, layer, z)) / self.recipe.temperature
         share = soft.sigmoid()
         share = (soft > 0).to(share.dtype) + share - share.detach()
         return soft, share[..., self._counted(share.shape[-1])].mean()
@@ -163,6 +163,8 @@ class DMSLearner(Learner):
         notes = [
             f"One gate, trained up to a compression ratio of {self.recipe.ratio:g}, serves all shares: a budget moves "
             "its threshold by the calibration, in a straight line between what was measured.",
+            f"Tokens are in a trained order near the threshold 0 alone, within a few times {self.recipe.noise:g} (the "
+            "scale of the training's noise): far from it, train for the ratio that is wanted.",
             "Texts unlike those of the calibration keep other shares than asked for; results state what was measured.",
             f"Trained with {self.recipe.sinks} sinks and a window of {self.window}; no others were tried with it.",
         ]

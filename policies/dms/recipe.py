@@ -14,21 +14,24 @@ class Recipe:
 
     ratio: the compression ratio at the end. It starts at 1 and rises linearly during the first `ramp` of the steps (a
     share); the target of the closed share is 1 - 1 / ratio. temperature: of the soft decision (z + noise) /
-    temperature. sinks: first positions that no decision touches. divergence: "forward", of the student from the dense
-    model (KL(teacher ‖ student)), or "reverse".
+    temperature. noise: the scale of that logistic noise, 1 as published; tokens are put in order where its density is
+    high, at logits within a few times the scale. sinks: first positions that no decision touches. divergence:
+    "forward", of the student from the dense model (KL(teacher ‖ student)), or "reverse".
     """
 
     ratio: float = 8.0
     ramp: float = 0.8
     temperature: float = 0.1
+    noise: float = 1.0
     sinks: int = 4
     divergence: Literal["forward", "reverse"] = "forward"
 
     def __post_init__(self) -> None:
-        if self.ratio < 1 or not 0 < self.ramp <= 1 or self.temperature <= 0 or self.sinks < 0:
+        positive = self.temperature > 0 and self.noise > 0
+        if self.ratio < 1 or not 0 < self.ramp <= 1 or not positive or self.sinks < 0:
             raise UserError(
-                "DMS trains with a ratio of at least 1, a ramp above 0 and at most 1, a temperature above 0, and sinks "
-                "of 0 or more."
+                "DMS trains with a ratio of at least 1, a ramp above 0 and at most 1, a temperature and a noise above "
+                "0, and sinks of 0 or more."
             )
 
     def target(self, step: int, steps: int) -> float:

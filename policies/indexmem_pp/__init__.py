@@ -29,7 +29,7 @@ SINKS, WINDOW, CENTROIDS = 4, 128, 64
 """The authors' values, used where neither the settings nor the weights give others."""
 
 FLOOR = 4
-"""A head gets at least one equal share divided by this, as published (512 of 2,048)."""
+"""A head gets at least a budget divided by this beside what is protected, as in all recorded runs (512 of 2,048)."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,13 @@ class Settings:
     """sinks, window: protected first and last positions (window counts the query's own entry). centroids: means of
     evicted entries in each head. None: the value of the weights' card.
 
-    budgets: how heads get their budgets at the end of the prompt: by the "mass" of attention that they would retain,
-    "uniform", or by a "table" `[layers, kv_heads]` of shares from a JSON file (`table`) or the weights. floor: least
-    capacity of a head's pool; None: a quarter of an equal share. deadlines: expiry of entries for a prompt's queries,
-    "exact", or "chunk_middle", which ranks a chunk's entries as its middle query does.
+    budgets: how heads get their budgets: by the "mass" of attention that they would retain, "uniform", or by a "table"
+    `[layers, kv_heads]` of the heads' budgets, or of shares (`table`: a JSON file, or a .pt file of the authors'; else
+    the weights'). floor: the least that a head has beside protected entries; None: a quarter of the budget, at most
+    half of what is not protected, or with a table nothing. prompt: what limits the prompt's queries natively: budgets
+    "divided" before each layer attends, or an "equal_share" less the centroids, with budgets divided at the prompt's
+    end. deadlines: whose ranks decide what a prompt's queries see, "middle", those of the middle query of a pass, or
+    "exact", each query's own; None: middle where budgets are divided first, else exact.
     """
 
     sinks: int | None = None
@@ -48,7 +51,8 @@ class Settings:
     centroids: int | None = None
     budgets: Literal["mass", "uniform", "table"] = "mass"
     floor: int | None = None
-    deadlines: Literal["exact", "chunk_middle"] = "exact"
+    prompt: Literal["divided", "equal_share"] = "divided"
+    deadlines: Literal["middle", "exact"] | None = None
     table: str | None = None
 
     def __post_init__(self) -> None:
@@ -56,37 +60,47 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"indexmem_pp: {name} must be {least} or more, not {value}.")
-        for name, allowed in (("budgets", ("mass", "uniform", "table")), ("deadlines", ("exact", "chunk_middle"))):
+        words = {
+            "budgets": ("mass", "uniform", "table"),
+            "prompt": ("divided", "equal_share"),
+            "deadlines": (None, "middle", "exact"),
+        }
+        for name, allowed in words.items():
             if getattr(self, name) not in allowed:
-                raise UserError(f"indexmem_pp: {name} is {' or '.join(allowed)}, not {getattr(self, name)!r}.")
+                known = " or ".join(word for word in allowed if word is not None)
+                raise UserError(f"indexmem_pp: {name} is {known}, not {getattr(self, name)!r}.")
         if self.table is not None and self.budgets != "table":
             raise UserError("indexmem_pp: a table of head budgets is used with budgets=table only.")
 
 
 class IndexMem(HeadBudgetPolicy):
-    """IndexMem++ (successor of Yang et al., arXiv 2605.25475; no number of its own), and the authors' code
-    (Chooovy/kvpress).
+    """IndexMem++ (successor of Yang et al., arXiv 2605.25475; no number of its own), after the authors' code
+    (Chooovy/kvpress at 5a5826ed, its physical eviction).
 
     Each key gets a score and a rate when it enters, from the hidden state that its layer's attention receives. For the
     query at q a key at j has the score `score + rate · (q - j) / 16,384`, with a rate of at most 0. Sinks and the last
-    `window` positions are protected; the token that leaves the window competes for the pool of its head. The pool's
-    capacity is the budget less sinks, window and centroids; where the centroids would leave it nothing, they get half
-    of what is not protected.
+    `window` positions are protected; the token that leaves the window competes for the pool of its head.
 
-    The prompt is held whole, and a query sees what a pool of an equal share would have kept (native; `dense`: all). At
-    its last query each layer's capacity is divided among its heads by the attention mass that they would retain, over
-    the whole prompt. Each head keeps its best entries, and k-means over the keys of the others gives its centroids.
-    After that an evicted entry joins the nearest centroid, or the first that is still empty. `bounded`: all heads have
-    equal capacity, and centroids are running means from the start, which the prompt's queries do not see. Where the
-    question is unseen, the end of the context takes the part of the prompt's end.
+    The prompt is held whole, and comes in one forward pass. Before a layer attends, its budget is divided among its
+    heads by the attention mass of the prompt's last query that they would retain, ranked as the prompt's middle query
+    ranks entries. Every query of the prompt sees sinks, window and what a pool of its head's size would have kept by
+    those ranks. At the prompt's end the centroids come off each head's pool, which keeps what the last query ranks
+    best, and k-means over the keys of the others gives the centroids. After that an evicted entry joins the nearest
+    centroid, or the first that is still empty. Where the question is unseen, the end of the context takes the part of
+    the prompt's end.
 
-    Deviations and what the paper leaves open. A prompt that fits the budget is seen whole and divided equally, so that
-    a budget of the whole text is the full cache (except with budgets=table, whose small heads still evict). The common
-    mass is found exactly and not by 60 bisections. A head's pool keeps its capacity from the prompt's end on; a budget
-    in percent that grows gives each head one more per entry. The text after the prompt is read token by token, even
-    where it comes as one chunk. A mean is computed and held in float32 and read in the cache's dtype; beside a narrower
-    dtype the bytes count 8 · head_dim for each mean. The floor is of the pool. Clusters start at entries drawn by one
-    seed for all heads.
+    prompt=equal_share: a query of the prompt sees what a pool of an equal share less the centroids would have kept, by
+    its own ranks; budgets are divided at the end, and the prompt may come in chunks. `dense`: it sees all. `bounded`:
+    all heads have equal capacity, and centroids are running means from the start, which the prompt's queries do not
+    see.
+
+    Deviations, all with their sizes in docs/authors.md. A query of the answer counts as an entry of the budget, where
+    theirs sees one entry more, and what leaves is ranked by the query that comes, not by the one before. The text after
+    the prompt is read token by token, even where it comes as one chunk. Scores are float32 whatever the model is. The
+    common mass is found exactly and not by bisection in float32. Where the centroids would leave a pool nothing, they
+    get half of what is not protected, and a head's share is never below the centroids. A budget in percent that grows
+    gives each head one more per entry. A mean is held in float32 and read in the cache's dtype; beside a narrower dtype
+    the bytes count 8 · head_dim for each mean. Clusters start at entries drawn by one seed for all heads.
     """
 
     name = "indexmem_pp"
@@ -123,9 +137,14 @@ class IndexMem(HeadBudgetPolicy):
         return self._setting("window", WINDOW)
 
     @property
+    def divides_first(self) -> bool:  # type: ignore[override]
+        """Whether budgets are divided before a layer attends to the prompt."""
+        return bool(self.config.prompt == "divided")
+
+    @property
     def chunk_dependent(self) -> bool:  # type: ignore[override]
-        """Whether the result depends on the chunk size, as with deadlines=chunk_middle."""
-        return bool(self.config.deadlines == "chunk_middle")
+        """Whether the result depends on the chunk size: where a prompt in chunks is ranked by the middle of each."""
+        return bool(self.config.deadlines == "middle" and self.config.prompt == "equal_share")
 
     @property
     def hooks(self) -> frozenset[Activation]:
@@ -155,7 +174,7 @@ class IndexMem(HeadBudgetPolicy):
         if self.config.budgets == "table":
             origin = weights.origin
             if self.config.table is not None:
-                table, origin = _read_json(self.config.table), self.config.table
+                table, origin = _read_table(self.config.table), self.config.table
             if table is None:
                 raise UserError(
                     f"The weights {weights.origin} have no table of head budgets: give a JSON file, as in "
@@ -235,22 +254,31 @@ class IndexMem(HeadBudgetPolicy):
             capacity=chunk.capacity,
             sinks=self.sinks,
             window=self.window,
-            how=self.config.deadlines,
+            how=self.config.deadlines or ("exact" if isinstance(chunk.capacity, int) else "middle"),
         )
 
+    def ranking_query(self, prompt: int) -> int:
+        """The middle of the prompt where it is ranked so, else its last query."""
+        middle = self.config.deadlines == "middle" or (self.config.deadlines is None and self.divides_first)
+        return prompt // 2 if middle else prompt - 1
+
     def head_budgets(self, budgets: HeadBudgets) -> Tensor:
-        """The capacity of each head, `[kv_heads]`: by retained mass, equal, or by the table."""
+        """What each head has beside protected entries, `[kv_heads]`: by retained mass, equal, or by the table."""
         from .allocation import mass_budgets, table_budgets
 
-        capacity, heads = budgets.capacity, budgets.mass.shape[0]
-        floor = capacity // FLOOR if self.config.floor is None else min(int(self.config.floor), capacity)
-        if self.config.budgets == "mass" and budgets.over_budget:
-            kept = ~budgets.competes
-            return mass_budgets(budgets.mass, budgets.scores, kept, total=capacity * heads, floor=floor)
+        places, heads = budgets.places, budgets.mass.shape[0]
+        protected = self.sinks + self.window
         if self.config.budgets == "table":
             assert self._table is not None
-            return table_budgets(self._table[budgets.layer], total=capacity * heads, floor=floor)
-        return super().head_budgets(budgets)
+            floor = max(min(self.config.floor or 0, places), budgets.centroids)
+            return table_budgets(self._table[budgets.layer], places=places, protected=protected, floor=floor)
+        if self.config.budgets == "uniform" or not budgets.over_budget:
+            return super().head_budgets(budgets)
+        floor = min((places + protected) // FLOOR, places // 2) if self.config.floor is None else self.config.floor
+        floor = max(min(floor, places), budgets.centroids)
+        # Beyond its floor a head gets one place at least.
+        kept = ~budgets.competes
+        return mass_budgets(budgets.mass, budgets.scores, kept, total=places * heads, floor=floor + 1)
 
     def cluster(self, keys: Tensor, values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Mean keys, mean values and sizes of the `count` clusters that k-means finds, see `centroids.cluster`."""
@@ -265,11 +293,21 @@ class IndexMem(HeadBudgetPolicy):
         return nearest(keys, counts, capacity, evicted)
 
 
-def _read_json(name: str) -> Any:
+def _read_table(name: str) -> Any:
+    """The table in a JSON file, or in a file that the authors' `fit_head_budgets` has saved."""
     file = Path(name).expanduser()
+    if not file.is_file():
+        raise UserError(f"There is no table of head budgets at {name}.")
+    if file.suffix == ".pt":
+        import pickle
+
+        import torch
+
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)["table"]
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"The table of head budgets {name} is no file of torch.save with a table.") from error
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"There is no table of head budgets at {name}.") from error
     except ValueError as error:
         raise UserError(f"The table of head budgets {name} is not JSON.") from error

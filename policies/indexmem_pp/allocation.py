@@ -1,4 +1,4 @@
-"""The capacity of each head's pool: by the attention mass that it would retain, equal, or by a stored table."""
+"""What each head has beside protected entries: by the attention mass that it would retain, or by a stored table."""
 
 from __future__ import annotations
 
@@ -44,15 +44,20 @@ def mass_budgets(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floo
     return torch.bincount(chosen % heads, minlength=heads)
 
 
-def table_budgets(shares: Tensor, *, total: int, floor: int) -> Tensor:
-    """The capacity of each head by stored shares, `[kv_heads]` int64. shares: `[kv_heads]`, of any sum.
+def table_budgets(budgets: Tensor, *, places: int, protected: int, floor: int) -> Tensor:
+    """What each head has beside protected entries by a stored table, `[kv_heads]` int64, `places` on average.
 
-    Capacities sum to `total`. Each head gets `floor`, and the rest is divided by the shares, by largest remainder.
+    budgets: `[kv_heads]`, of the heads with their `protected` entries, of any sum: they are brought to the budget in
+    proportion, by largest remainder. A head gets `floor` at least, and the others that much less, in proportion to what
+    they have above it.
     """
-    heads = shares.shape[0]
-    floor = min(floor, total // heads)
-    rest = total - floor * heads
-    exact = shares.double() / shares.double().sum() * rest
+    heads = budgets.shape[0]
+    whole = budgets.double() / budgets.double().sum() * (places + protected) * heads - protected
+    above = (whole - floor).clamp(min=0)
+    rest = (places - floor) * heads
+    exact = above / above.sum().clamp(min=1e-9) * rest
+    # What is whole but for rounding is whole.
+    exact = torch.where((exact - exact.round()).abs() < 1e-6, exact.round(), exact)
     capacity = exact.floor().long()
     left = rest - int(capacity.sum())
     capacity[(capacity - exact).argsort(stable=True)[:left]] += 1
@@ -60,7 +65,10 @@ def table_budgets(shares: Tensor, *, total: int, floor: int) -> Tensor:
 
 
 def read_table(data: object, shape: ModelShape, origin: str) -> Tensor:
-    """A table `[layers, kv_heads]` of shares. data: nested lists or a tensor; UserError, naming origin: not a table."""
+    """A table `[layers, kv_heads]` of head budgets or shares. data: nested lists or a tensor.
+
+    Raises UserError, which names `origin`, for what is no such table.
+    """
     try:
         table = torch.as_tensor(data, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -24,20 +24,26 @@ def starts(entries: int, centroids: int, seed: int = 0) -> Tensor:
 def cluster(keys: Tensor, values: Tensor, centroids: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Mean keys, mean values `[clusters, head_dim]` and sizes `[clusters]` by k-means over keys, float32 or wider.
 
-    keys, values: `[n, head_dim]`. centroids: the most clusters. Clusters start at `starts`. A cluster that loses all
-    its entries stays where it is, and is left out if it is empty at the end. Up to `centroids` entries are a cluster
-    each.
+    keys, values: `[n, head_dim]`. centroids: the most clusters. Clusters start at `starts`. Up to `centroids` entries
+    are a cluster each.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
     keys, values = keys.to(wide), values.to(wide)
     centres = keys[starts(keys.shape[0], centroids, seed).to(keys.device)]
     if keys.shape[0] <= centroids:
         return centres, values, keys.new_ones(keys.shape[0])
+    return cluster_from(keys, values, centres)
+
+
+def cluster_from(keys: Tensor, values: Tensor, centres: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`cluster` from given centres `[clusters, head_dim]`, in the keys' dtype.
+
+    A cluster that loses all its entries stays where it is, and is left out if it is empty at the end.
+    """
     for _ in range(ITERATIONS):
-        sizes, sums = _sums(_nearest(keys, centres), keys, centres.shape[0])
+        members = _nearest(keys, centres)
+        sizes, sums = _sums(members, keys, centres.shape[0])
         centres = torch.where(sizes[:, None] > 0, sums / sizes[:, None].clamp(min=1), centres)
-    members = _nearest(keys, centres)
-    sizes, sums = _sums(members, keys, centres.shape[0])
     held = sizes > 0
     value_sums = _sums(members, values, centres.shape[0])[1]
     return sums[held] / sizes[held, None], value_sums[held] / sizes[held, None], sizes[held]

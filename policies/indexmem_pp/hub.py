@@ -55,6 +55,20 @@ _CONSTANTS = {
 _KINDS = {"scorer": "scalar", "kind": "mlp"}
 """By the names that their options have for it: the value that means `scorer`'s network."""
 
+_CONFIG = (
+    "kind",
+    "hidden_size",
+    "n_heads",
+    "mid_dim",
+    "norm_eps",
+    "pos_slope",
+    "gate_scale",
+    "decay",
+    "age_scale",
+    "decay_init",
+)
+"""The fields of `scorer_config` for an MLP, all of which their code requires (docs/checkpoints.md)."""
+
 _CENTROIDS = 64
 _NAMES_SHOWN = 4
 """Names in an error, at most."""
@@ -85,6 +99,8 @@ class Released:
                 "gates beside a frozen model can be used."
             )
         _check(options, origin)
+        if kind == "scorers":
+            _check_config(payload.get("scorer_config"), origin)
         tensors = _stacked(_by_layer(payload[kind], kind, origin), origin)
         return tensors, _card(options, tensors, shape)
 
@@ -126,6 +142,15 @@ def _check(options: Mapping[str, Any], origin: str) -> None:
                 f"The weights {origin} were trained with {name} {options[name]:g}, and indexmem_pp scores with "
                 f"{number:g}."
             )
+
+
+def _check_config(config: Any, origin: str) -> None:
+    """Refuse a scorer whose config is not whole: what it leaves out the tensors do not show."""
+    config = config if isinstance(config, Mapping) else {}
+    if missing := [name for name in _CONFIG if name not in config]:
+        raise UserError(f"The weights {origin} have a scorer_config that lacks {_some(missing)}.")
+    if unknown := [name for name in config if name not in _CONFIG]:
+        raise UserError(f"The weights {origin} have a scorer_config with {_some(unknown)}, which no MLP scorer has.")
 
 
 def _by_layer(named: Mapping[str, Tensor], kind: str, origin: str) -> dict[int, dict[str, Tensor]]:

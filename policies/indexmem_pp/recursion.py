@@ -28,24 +28,39 @@ def expiry(
     *,
     first: int,
     new: int,
-    capacity: int,
+    capacity: int | Tensor,
     sinks: int,
     window: int,
-    how: Literal["exact", "chunk_middle"] = "exact",
+    how: Literal["exact", "middle"] = "exact",
 ) -> Tensor:
     """The first query position that may not see each entry, NEVER where that is beyond first + new: `[heads, slots]`
     int32.
 
     score, rate, positions: `[heads, slots]`, of the entries that the query at `first` - 1 saw, and of the `new` ones
-    from `first` on. capacity: of the pool. sinks, window: protected positions. how: "exact", or "chunk_middle", which
-    takes the ranks at one query in the middle of the chunk, as the authors' code does for masked prompts.
+    from `first` on. capacity: of the pool, of all heads or `[heads]`. sinks, window: protected positions. how: "exact",
+    or "middle", which takes the ranks at one query in the middle of the new ones.
     """
+    if how == "middle":
+        middle = effective(score, rate, first + new // 2 - positions)
+        return _static(middle, positions, first, new, capacity, sinks, window).clamp(max=NEVER).to(torch.int32)
+    if isinstance(capacity, Tensor):
+        by_head = [
+            expiry(
+                score[[head]],
+                rate[[head]],
+                positions[[head]],
+                first=first,
+                new=new,
+                capacity=own,
+                sinks=sinks,
+                window=window,
+            )
+            for head, own in enumerate(capacity.tolist())
+        ]
+        return torch.cat(by_head)
     begin, end = max(first + 1, capacity + window + sinks), first + new + 1
     if begin >= end:
         return torch.full_like(positions, NEVER)
-    if how == "chunk_middle":
-        middle = effective(score, rate, first + new // 2 - positions)
-        return _static(middle, positions, first, new, capacity, sinks, window).clamp(max=NEVER).to(torch.int32)
     expires = torch.full_like(positions, NEVER)
     for start in range(begin, end, BLOCK):
         stop = min(start + BLOCK, end)
@@ -108,11 +123,14 @@ def _query_by_query(score: Tensor, rate: Tensor, positions: Tensor, start: int, 
         expires = corrected
 
 
-def _static(score: Tensor, positions: Tensor, first: int, new: int, capacity: int, sinks: int, window: int) -> Tensor:
+def _static(
+    score: Tensor, positions: Tensor, first: int, new: int, capacity: int | Tensor, sinks: int, window: int
+) -> Tensor:
     """The expiry if scores `[heads, slots]` did not change from query to query, `[heads, slots]` int32."""
     heads = positions.shape[0]
     queries = torch.arange(first, first + new, device=positions.device).expand(heads, -1)
-    budgets = torch.full((heads, new + 1), capacity + sinks + window, device=positions.device)
+    budgets = torch.as_tensor(capacity + sinks + window, device=positions.device).expand(heads)[:, None]
+    budgets = budgets.expand(-1, new + 1)
     slots = positions[:, None]
     expires = static_expiry(score[:, None], slots, queries, budgets, sinks=sinks, recent=window, steady=True)
     return expires[:, 0].clamp(max=NEVER)

@@ -59,7 +59,7 @@ def score_leaving(steps: Sequence[Step], scorer: MLSTMScorer, log_gamma: Tensor,
         for name, updated in zip(MEMORY, state, strict=True):
             for step, part in zip(steps, updated.split(kv_heads, dim=1), strict=True):
                 step.memory[name].copy_(part)
-    score = priority(scorer.two_layers(torch.cat([leaving_features, answer], dim=-1)), log_gamma, leaving[:, None])
+    score = priority(scorer.score_answered(leaving_features, answer), log_gamma, leaving[:, None])
     by_layer = (part.split(kv_heads, dim=1) for part in (slots, held, score))
     for step, *parts in zip(steps, *by_layer, strict=True):
         _write(step.state["priority"], *parts)

@@ -21,6 +21,9 @@ from . import mlstm
 FORGET_BIAS = 4.0
 """The forget gate's bias before training: a memory of about 50 tokens."""
 
+NORM_EPSILON = 1e-5
+"""Added to the variance in the head norm."""
+
 
 def normal(*shape: int, fan_in: int) -> nn.Parameter:
     """A parameter `shape` of normal values with variance 1 / fan_in."""
@@ -38,9 +41,10 @@ def by_head(inputs: Tensor, weight: Tensor) -> Tensor:
 
 
 class MLPScorer(nn.Module):
-    """KVpop_mlp (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 z + b1) + b2`. hidden: the width, which is ours."""
+    """KVpop_mlp (arXiv 2607.05061 v2): `r = w2 · SiLU(W1 z + b1) + b2`. hidden: the width, which is ours. head_norm:
+    not used."""
 
-    def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
+    def __init__(self, heads: int, head_dim: int, hidden: int, head_norm: bool = False) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.register_buffer("shift", torch.zeros(heads, 2 * head_dim))
@@ -62,7 +66,7 @@ class MLPScorer(nn.Module):
     def of(cls, tensors: Mapping[str, Tensor], heads: int, head_dim: int, origin: str) -> Self:
         """A scorer of these tensors, by name, without gradients. UserError, which names origin: they do not fit."""
         hidden = tensors["b1"].shape[-1] if "b1" in tensors else 0
-        scorer = cls(heads, head_dim, hidden)
+        scorer = cls(heads, head_dim, hidden, "norm" in tensors)
         expected = {name: tuple(tensor.shape) for name, tensor in scorer.state_dict().items()}
         given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for name in sorted(expected.keys() | given.keys()):
@@ -117,18 +121,32 @@ class MLSTMScorer(MLPScorer):
     `z[head_dim:]`, query `Wq z`, gates linear in z, input gate exponential, forget gate a sigmoid; one
     head_dim x head_dim memory per KV head. A token's answer is read after `window - 1` more tokens, because the cache
     evicts before the next one is known.
+
+    head_norm: h is normalised over head_dim, head by head, and scaled by a learned `norm` `[heads, head_dim]`, as in
+    xLSTM's blocks (arXiv 2405.04517); without it the two layers get the answer as `mlstm` gives it. The read-out is
+    xLSTM's in both cases, `C q / max(|n · q|, 1)`: the products in n · q have both signs and can cancel, so that an
+    answer is up to as large as all that was written, and the norm takes that scale out.
     """
 
-    def __init__(self, heads: int, head_dim: int, hidden: int) -> None:
+    def __init__(self, heads: int, head_dim: int, hidden: int, head_norm: bool = False) -> None:
         super().__init__(heads, head_dim, hidden)
+        self.register_parameter("norm", nn.Parameter(torch.ones(heads, head_dim)) if head_norm else None)
         self.wq = normal(heads, 2 * head_dim, head_dim, fan_in=2 * head_dim)
         self.gates = nn.Parameter(torch.zeros(heads, 2 * head_dim, 2))
         self.gate_bias = nn.Parameter(torch.tensor([0.0, FORGET_BIAS]).repeat(heads, 1))
+
+    norm: nn.Parameter | None
 
     @property
     def inputs(self) -> int:
         """How many inputs the two layers have."""
         return 3 * self.head_dim
+
+    def score_answered(self, z: Tensor, answer: Tensor) -> Tensor:
+        """Scores `[rows, heads, S]` of tokens z `[rows, heads, S, 2d]` with the answers `[rows, heads, S, d]`."""
+        if self.norm is not None:
+            answer = F.layer_norm(answer, (self.head_dim,), eps=NORM_EPSILON) * self.norm[:, None]
+        return self.two_layers(torch.cat([z, answer], dim=-1))
 
     def write_features(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Key feature, value feature, input gate's exponent and log of the forget gate. z: `[rows, heads, S, 2d]`."""
@@ -153,7 +171,7 @@ class MLSTMScorer(MLPScorer):
             rest = query[:, :, answer.shape[2] :]
             last = mlstm.State(*(part[:, :, None] for part in state))
             answer = torch.cat([answer, mlstm.read(last, rest)], dim=2)
-        return self.two_layers(torch.cat([z, answer], dim=-1))
+        return self.score_answered(z, answer)
 
 
 SCORERS: dict[str, type[MLPScorer]] = {"mlp": MLPScorer, "mlstm": MLSTMScorer}

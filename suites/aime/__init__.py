@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Protocol, Suite, SuiteRequest
 
-from ..boxed import THINKING, THINKING_SOURCE
+from ..boxed import INSTRUCT, KVPOP_SAMPLING, THINKING, THINKING_SOURCE
 
 if TYPE_CHECKING:
     from evictbench.suite.survey import DataFound
@@ -24,17 +24,20 @@ PROTOCOLS = {
         sampling=THINKING,
     ),
     "kvpop": Protocol(
-        source="KVpop (arXiv:2607.05061), tables on AIME 24 and 25: pass@1 over 16 rollouts; "
-        "its sampling is not known to us, so Qwen3's model card",
+        source=f"KVpop (arXiv:2607.05061), tables on AIME 24 and 25: pass@1 over 16 rollouts; {KVPOP_SAMPLING}",
         tasks=TASKS,
         sampling=THINKING,
+        model_sampling=INSTRUCT,
         repeats=16,
     ),
     "indexmem_pp": Protocol(
-        source="IndexMem++ (Chooovy/kvpress 5a5826ed, docs/paper_protocols.md): AIME 25, 8 rollouts, thinking on",
+        source="IndexMem++ (Chooovy/kvpress 5a5826ed, docs/paper_protocols.md, configs/evaluation/aime25.yaml): AIME "
+        "25, 8 rollouts, thinking on, at most 32,768 tokens",
         tasks=("aime25",),
         sampling=THINKING,
         repeats=8,
+        thinking=True,
+        max_new_tokens=32_768,
     ),
     "greedy": Protocol(
         source="lm-eval 0.4.13, aime24 and aime25: greedy, once (Qwen advises against it for thinking)",

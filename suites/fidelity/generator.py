@@ -29,6 +29,7 @@ class TeacherForced:
             prefill=settings.prefill,
             chunk=settings.chunk,
             batch_size=settings.batch_size,
+            recency=plan.checked.recency,
         )
 
     def run(self, requests: Iterable[Request]) -> Iterator[Measured]:

@@ -1,17 +1,18 @@
-"""The problems of GSM8K, made into documents for either prompt."""
+"""The problems of GSM8K, made into documents for each prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from evictbench.errors import UserError
 from evictbench.suite import PreparedSuite, SuiteRequest
 from evictbench.suite.datasets import Dataset, Documents, Layout, Record, incomplete, load, place
 from evictbench.suite.tasks import prepared_documents, task_names
 
-from . import prompts
+from . import exemplars, prompts
 from .numbers import number, spelled
-from .tasks import PROTOCOLS, TASKS
+from .tasks import FROM_TRAIN, PROTOCOLS, TASKS
 
 _SIGNS = {"question": ""}
 """The field by which a record may be one of GSM8K where the file's name does not say so."""
@@ -46,7 +47,7 @@ PROMPTS: dict[str, Callable[[str], str]] = {
     "gsm8k": prompts.boxed,
     "gsm8k_cot8": prompts.chain_of_thought,
 }
-"""Task to what makes a prompt of a question."""
+"""Task to what makes a prompt of a question. That of gsm8k_cot8_train is made with the examples that are drawn."""
 
 
 def prepare(request: SuiteRequest) -> PreparedSuite:
@@ -59,16 +60,24 @@ def prepare(request: SuiteRequest) -> PreparedSuite:
         {"question": record["question"], "answer": _gold(record["answer"], f"{where}: record {row}")}
         for row, record in enumerate(loaded.records, start=1)
     ]
+    renders = dict(PROMPTS)
+    data = {loaded.origin: f"sha256:{loaded.sha256}"}
+    warnings = [missing] if missing else []
+    if FROM_TRAIN in names:
+        drawn = exemplars.draw(request.data_dir)
+        renders[FROM_TRAIN] = partial(prompts.after, drawn.text)
+        data |= drawn.data
+        warnings += drawn.warnings
     return PreparedSuite(
         tasks=names,
-        metadata={"gsm8k_documents": {name: _documents(PROMPTS[name], problems) for name in names}},
-        data={loaded.origin: f"sha256:{loaded.sha256}"},
-        warnings=(missing,) if missing else (),
+        metadata={"gsm8k_documents": {name: _documents(renders[name], problems) for name in names}},
+        data=data,
+        warnings=tuple(warnings),
     )
 
 
 def documents(task: str, gsm8k_documents: dict[str, Documents] | None = None, **_: object) -> dict[str, Documents]:
-    """lm-eval `custom_dataset` of both tasks: the documents that `prepare` put into the metadata."""
+    """lm-eval `custom_dataset` of every task: the documents that `prepare` put into the metadata."""
     return prepared_documents(task, gsm8k_documents)
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from evictbench.suite import Protocol
 
-TASKS = ("gsm8k", "gsm8k_cot8")
+FROM_TRAIN = "gsm8k_cot8_train"
+"""The task whose worked examples are drawn from the train set."""
+
+TASKS = ("gsm8k", "gsm8k_cot8", FROM_TRAIN)
 
 PROTOCOLS = {
     "default": Protocol(
@@ -18,8 +21,9 @@ PROTOCOLS = {
         chat=False,
     ),
     "distillcache": Protocol(
-        source="DistillCache (arXiv:2608.08878): GSM8K with 8-shot chain of thought, greedy, 512 new tokens",
-        tasks=("gsm8k_cot8",),
+        source="DistillCache (arXiv:2608.08878), appendix D: 8-shot chain of thought, exemplars from the train set, "
+        "greedy, 512 new tokens; which eight is not said, so ours, drawn with a seed",
+        tasks=(FROM_TRAIN,),
         chat=False,
         max_new_tokens=512,
     ),

@@ -24,11 +24,12 @@ PROTOCOLS = {
         sampling=THINKING,
     ),
     "indexmem_pp": Protocol(
-        source="IndexMem++ (Chooovy/kvpress 5a5826ed, docs/paper_protocols.md): 2 rollouts, thinking on, "
-        "at most 16,384 tokens (its baselines 32,768)",
+        source="IndexMem++ (Chooovy/kvpress 5a5826ed, docs/paper_protocols.md, configs/evaluation/math500.yaml): 2 "
+        "rollouts, thinking on, at most 16,384 tokens, as recorded (the manuscript has 32,768)",
         tasks=TASKS,
         sampling=THINKING,
         repeats=2,
+        thinking=True,
         max_new_tokens=16_384,
     ),
     "greedy": Protocol(

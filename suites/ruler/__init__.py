@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from evictbench.suite import PreparedSuite, Suite, SuiteRequest
 
-from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, TASKS, VERSIONS
+from .tasks import DEFAULT_CONTEXT, DEFAULT_LIMIT, PROTOCOLS, TASKS, VERSIONS
 
 if TYPE_CHECKING:
     from evictbench.suite.survey import DataFound
@@ -39,5 +39,6 @@ SUITE = Suite(
     default_limit=DEFAULT_LIMIT,
     prepare=_prepare,
     survey=_survey,
+    protocols=PROTOCOLS,
     versions=tuple(VERSIONS),
 )

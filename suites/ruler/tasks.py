@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from evictbench.suite import Protocol
+
 VERSION = 2  # of the prompts: raise it when any of them changes (the task YAML states it too)
 
 UPSTREAM = "NVIDIA/RULER at c3f5e3b"
@@ -199,3 +201,18 @@ VERSIONS: dict[str, Version] = {
     ),
 }
 """By number, as `--suite-version` takes it; the first is the default."""
+
+PROTOCOLS: dict[str, Protocol] = {
+    "default": Protocol(source="", tasks=tuple(TASKS)),
+    "indexmem_pp": Protocol(
+        source="IndexMem++, Chooovy/kvpress at 5a5826ed (docs/paper_protocols.md, configs/evaluation/ruler.yaml): "
+        "8,192 tokens, 500 samples of a task, the context compressed without its question, no thoughts, greedy; at a "
+        "compression of c, (1 - c) of the 8,192 tokens are entries",
+        tasks=tuple(TASKS),
+        thinking=False,
+        question="unseen",
+        context=8192,
+        limit=500,
+        share_of="context",
+    ),
+}

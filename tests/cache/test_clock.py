@@ -108,7 +108,7 @@ POLICIES: list[tuple[Policy, str | None]] = [
     (Random(Random.Config(recent=8)), "24"),
     (StreamingLLM(), "24"),
     (H2O(), "24"),
-    (SnapKV(SnapKV.Config(window=4, kernel=3)), "24"),
+    (SnapKV(SnapKV.Config(window=4, kernel=3, decode="reselect")), "24"),
 ]
 
 

@@ -42,7 +42,7 @@ def small_policies() -> list[Policy]:
         TOVA(),
         H2O(),
         H2O(H2O.Config(group="max")),
-        SnapKV(SnapKV.Config(window=4, kernel=3)),
+        SnapKV(SnapKV.Config(window=4, kernel=3, decode="reselect")),
     ]
 
 
@@ -144,7 +144,7 @@ def test_a4_window_probabilities_are_those_of_full_attention() -> None:
             shown[step.layer] = step.signals.window_probs().flatten(1, 2)[0]
 
     model, tokens = tiny_model("qwen3"), prompt(30)
-    cache = new_cache(model, Watched(SnapKV.Config(window=6, kernel=3)), 200)
+    cache = new_cache(model, Watched(SnapKV.Config(window=6, kernel=3, decode="reselect", votes="window")), 200)
     forward(model, cache, tokens[:21])
     for token in tokens[21:]:
         forward(model, cache, [token])

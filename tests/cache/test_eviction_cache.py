@@ -21,7 +21,7 @@ from twin import tiny_model
 from twin.tiny import random_tokens
 
 BUNDLED = ["dms", "distillcache", "indexmem_pp", "kvpop", "kvpop_mlp", "kvpop_mlp:label=max"]
-TRAINING_FREE = ["h2o", "random:recent=4", "snapkv:window=4,kernel=3", "streaming_llm", "tova"]
+TRAINING_FREE = ["h2o", "random:recent=4", "snapkv:window=4,kernel=3,decode=reselect", "streaming_llm", "tova"]
 
 FILE = '''
 from evictbench.policy import Policy

@@ -61,12 +61,18 @@ LIGHT = [
     ((*GOOD, "--limit", "many"), "--limit"),
     ((*GOOD, "--prefill", "lazy"), "Unknown value 'lazy' of --prefill"),
     ((*GOOD, "--contxt", "9"), "--context"),
-    ((*GOOD, "--protocol", "defualt"), "Unknown protocol 'defualt' of toy: did you mean default?"),
+    ((*GOOD, "--protocol", "defualt"), "The suite toy has no protocol 'defualt': there is default."),
+    (
+        ("--policy", "h2o", "--suite", "gsm8k", "--budget", "9", "--protocol", "kvpop"),
+        "The suite gsm8k has no protocol 'kvpop': there are default, cot8, distillcache.",
+    ),
     ((*GOOD, "--repeats", "0"), "--repeats is 0; it has to be at least 1."),
     ((*GOOD, "--temperature", "1", "--repeats", "4", "--at", "5"), "--at is 5, and there are 4 answers per document"),
     ((*GOOD, "--repeats", "4"), "Greedy answers are the same every time"),
     ((*GOOD, "--top-p", "0.9"), "the protocol default of toy is greedy, where --top-p would do nothing"),
     ((*GOOD, "--thinking", "maybe"), "Unknown value 'maybe' of --thinking: there are auto, off, on."),
+    ((*GOOD, "--recency", "0"), "or same, as many as a head keeps, and not '0'"),
+    ((*GOOD, "--recency", "sme"), "--recency takes the number of last tokens"),
     (("--policy", "h2o"), "--suite"),
 ]
 

@@ -76,7 +76,9 @@ def test_a_killed_run_ends_as_an_unbroken_one(main, model, tmp_path, environment
     )  # answers differ, so equality says something
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "tova", "h2o", "snapkv:window=8", "random:recent=8"])
+@pytest.mark.parametrize(
+    "policy", ["streaming_llm", "tova", "h2o", "snapkv:window=8,decode=reselect", "random:recent=8"]
+)
 @pytest.mark.parametrize("prefill", ["native", "dense", "bounded"])
 def test_a14_occupancy_stays_within_the_budget_for_every_policy(main, model, tmp_path, policy, prefill):
     line = f"run --suite toy --policy {policy} --limit 3 --batch-size 2 --chunk 16 --model {model} --prefill {prefill}"

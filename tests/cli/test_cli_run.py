@@ -136,6 +136,19 @@ def test_what_differs_from_the_protocol_is_said_and_written(run):
     assert summary["tasks"]["toy_pairs"]["k"] == 2
 
 
+def test_a_system_prompt_is_said_and_written(run, tmp_path):
+    code, out, err = run("--system-prompt", "You recall.", "--limit", "1")
+    assert code == 0, err
+    for said in (
+        "differs   system_prompt You recall., not none",
+        "chat template with a system prompt",
+        "--system-prompt 'You recall.'",
+    ):
+        assert said in out, said
+    identity = run_folder.read_run(folder_in(tmp_path / "runs"))["identity"]
+    assert identity["protocol"]["system_prompt"] == "You recall."
+
+
 def test_json_is_all_that_stdout_holds(run):
     code, out, err = run("--json", "--limit", "2")
     assert code == 0

@@ -18,7 +18,9 @@ PROTOCOLS = {
     "default": Protocol(source="a card", tasks=("toy_recall", "toy_pairs"), sampling=WARM, repeats=2),
     "paper": Protocol(source="a paper", tasks=("toy_pairs",), question="seen", max_new_tokens=9, chat=False),
     "many": Protocol(source="another", tasks=("toy_recall", "toy_pairs"), sampling=WARM, repeats=16),
+    "lengths": Protocol(source="a third", tasks=("toy_recall",), context=200, limit=2, share_of="context"),
 }
+MODELS = {"qwen3-*-instruct-*": Sampling(0.7, 0.8, 20, 0.0), "qwen3-*": Sampling(1.0), "tiny": GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +122,8 @@ def test_what_an_option_changes_is_named(settings, changes, differs):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"protocol": "papper"}, "Unknown protocol 'papper' of toy: did you mean paper?"),
-        ({"protocol": "x"}, "Unknown protocol 'x' of toy: there are default, many, paper."),
+        ({"protocol": "papper"}, "The suite toy has no protocol 'papper': there are default, paper, many, lengths."),
+        ({"protocol": "x"}, "The suite toy has no protocol 'x': there are default, paper, many, lengths."),
         ({"repeats": 0}, "--repeats is 0; it has to be at least 1."),
         ({"at": 0}, "--at is 0; it has to be at least 1."),
         ({"at": 3}, "--at is 3, and there are 2 answers per document"),
@@ -195,3 +197,58 @@ def test_the_draw_is_the_samples_own_whatever_the_policy_budget_or_limit(setting
     assert all(0 <= number < 2**64 and repeat == key[2] for key, (number, repeat) in whole.items())
     # Written down, so that a change of it cannot go unnoticed: sampled runs of before would not go on as they began.
     assert whole["toy_recall", 1, 2] == (9799850320401983600, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "sampling"),
+    [
+        ("Qwen/Qwen3-4B-Instruct-2507", Sampling(0.7, 0.8, 20, 0.0)),
+        ("Qwen/Qwen3-4B-Instruct-2507@main", Sampling(0.7, 0.8, 20, 0.0)),
+        ("QWEN3-4B-instruct-2507", Sampling(0.7, 0.8, 20, 0.0)),
+        ("Qwen/Qwen3-8B", Sampling(1.0)),
+        ("mine/My-Qwen3-8B", WARM),
+        ("Qwen3-4B-Instruct/other", WARM),  # the owner's name is no model's
+    ],
+)
+def test_the_first_pattern_that_fits_a_models_name_says_how_it_is_sampled(model, sampling):
+    assert Protocol(source="", tasks=(), sampling=WARM, model_sampling=MODELS).sampling_for(model) == sampling
+
+
+def test_a_models_own_sampling_is_the_protocols_and_a_change_of_it_is_named(settings, monkeypatch):
+    table = {"default": dataclasses.replace(PROTOCOLS["default"], model_sampling=MODELS, repeats=1)}
+    monkeypatch.setattr(registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols=table))
+    plan = make_plan(settings)  # the model's folder is named tiny
+    assert plan.checked.protocol.sampling == GREEDY
+    assert plan.fingerprint["protocol"]["temperature"] == 0.0
+    assert plan.differs == {}
+    assert make_plan(changed(settings, temperature=0.6)).differs == {"temperature": (0.6, 0.0)}
+
+
+def test_a_fine_tuned_model_is_sampled_as_the_one_it_was_made_from(settings, monkeypatch, tmp_path):
+    import json
+
+    table = {"default": dataclasses.replace(PROTOCOLS["default"], model_sampling=MODELS, repeats=1)}
+    monkeypatch.setattr(registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols=table))
+    folder = make_model(tmp_path / "tiny", weights=False)
+    config = json.loads((folder / "config.json").read_text())
+    for base, sampling in (
+        ({"name": "Qwen/Qwen3-4B-Instruct-2507", "sha256": None, "policy": "kvpop"}, Sampling(0.7, 0.8, 20, 0.0)),
+        ("nothing that names one", GREEDY),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"evictbench_base": base}))
+        assert check(changed(settings, model=str(folder))).protocol.sampling == sampling
+
+
+def test_a_protocol_may_say_context_and_limit_and_what_a_share_is_of(settings, asked):
+    plan = make_plan(changed(settings, protocol="lengths", budget="25%"))
+    assert (asked[-1].context, asked[-1].limit) == (200, 2)
+    assert plan.fingerprint["protocol"]["context"] == 200
+    assert plan.fingerprint["budget"] == "50"  # of the context that was asked for, not of each prompt
+    assert plan.folder == make_plan(changed(settings, protocol="lengths", budget="50")).folder
+    assert plan.differs == {}
+    plan = make_plan(changed(settings, protocol="lengths", budget="25%", context=240, limit=1))
+    assert (asked[-1].context, asked[-1].limit) == (240, 1)
+    assert (plan.fingerprint["budget"], plan.differs) == ("60", {"context": (240, 200)})
+    assert make_plan(changed(settings, protocol="lengths", budget="1%")).fingerprint["budget"] == "32"  # the least
+    assert make_plan(changed(settings, budget="25%")).fingerprint["budget"] == "25%"
+    assert make_plan(changed(settings, context=240)).differs == {}  # a protocol that says none is not changed by one

@@ -7,6 +7,7 @@ import pytest
 from fake_plugins import FakeGenerator, make_model
 
 from evictbench import registry
+from evictbench.cache.rows import RecencyCount
 from evictbench.errors import NotFinite, RunFailed, UserError
 from evictbench.evaluation import tasks
 from evictbench.evaluation.plan import make_plan
@@ -296,6 +297,14 @@ def test_what_a_suite_says_of_its_data_is_warned_of_and_written(settings, monkey
     assert sentence in outcome.summary["warnings"]
 
 
+def test_what_a_policy_doubts_under_its_budget_is_warned_of_and_written(settings, monkeypatch):
+    chosen = registry.parse_policy(settings.policy).policy
+    monkeypatch.setattr(chosen, "doubts", lambda self, budget: (f"Trained for other than {budget}.",))
+    outcome, watch, _ = go(settings)
+    assert f"Trained for other than {settings.budget}." in watch.warnings
+    assert outcome.summary["warnings"] == watch.warnings
+
+
 def test_b4_shortened_answers_are_warned_of_and_written(settings):
     outcome, watch, _ = go(dataclasses.replace(settings, max_new_tokens="5"))
     assert any("4 of 4 answers of toy_pairs may be shorter than its card allows" in text for text in watch.warnings)
@@ -467,3 +476,34 @@ def test_a_suite_may_bring_a_generator_that_grades_for_itself(settings, monkeypa
     mean = outcome.summary["mean"]["metrics"]["kl"]
     assert mean["mean"] == 3.5
     assert mean["interval"][0] == pytest.approx(3.5 - (3.5 - metric["interval"][0]) / 2**0.5)  # two tasks alike
+
+
+class Recent(FakeGenerator):
+    """Its answers were looked at at two moments, of which one head kept something at both and one never did; the
+    answer to the first document had no step."""
+
+    def answer(self, request):
+        import torch
+
+        inside = torch.tensor([[1.0, 0.0], [0.5, 0.0]], dtype=torch.float64)
+        counts = torch.tensor([[2.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+        count = RecencyCount(40, 2, inside, counts) if request.key[1] else None
+        return dataclasses.replace(super().answer(request), recency=count)
+
+
+def test_recency_is_in_the_lines_and_in_no_fingerprint(settings):
+    plain, _, _ = go(dataclasses.replace(settings, limit=1))
+    asked = dataclasses.replace(settings, limit=2, recency="same")
+    watch = Watch()
+    outcome = run(asked, watch, lambda plan: (Recent(plan.tokenizer), "cpu"))
+    assert outcome.plan.folder == plain.plan.folder
+    lines = run_folder.read_samples(outcome.plan.folder)
+    measured = {key: line["recency"] for key, line in lines.items() if "recency" in line}
+    assert {doc_id for _, doc_id, _ in measured} == {1}
+    for key, record in measured.items():
+        assert record["by_layer"] == [0.5, 0.25]
+        assert (record["share"], record["moments"], record["window"], record["every"]) == (0.375, 2, "same", 32)
+        assert lines[key]["recency_by_head"] == [[0.5, None], [0.25, None]]
+    (sentence,) = [sentence for sentence in watch.warnings if "inside the window" in sentence]
+    assert sentence.startswith("2 of 4 samples have no share of kept entries inside the window same")
+    assert "--recency same" in asked.command()

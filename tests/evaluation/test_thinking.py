@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from fake_plugins import TOY, FakeGenerator, make_model, make_tokenizer, prepare
 
+from evictbench import registry
 from evictbench.errors import UserError
 from evictbench.evaluation import tasks, thinking
 from evictbench.evaluation.plan import make_plan
@@ -12,7 +13,7 @@ from evictbench.evaluation.run import run
 from evictbench.evaluation.settings import RunSettings
 from evictbench.evaluation.thinking import Answer, Thinking, strip_thought
 from evictbench.store import run_folder
-from evictbench.suite import SuiteRequest
+from evictbench.suite import Protocol, SuiteRequest
 
 TURNS = "{% for m in messages %}<user>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<bot>"
 EMPTY = "{{ '<think>\\n\\n</think>\\n\\n' }}"
@@ -207,3 +208,61 @@ def test_thinking_needs_the_chat_template(tmp_path):
     with pytest.raises(UserError, match="this run uses none"):
         make_plan(settings)
     assert make_plan(dataclasses.replace(settings, thinking="off")).thinking == Thinking()
+
+
+OFF, ON, UNSAID = (Protocol(source="a paper", tasks=TOY.tasks, thinking=word) for word in (False, True, None))
+NO_SWITCH_ON = "the chat template of thinker has no switch for it: the answers are as the template has them"
+NO_SWITCH_OFF = "the chat template of thinker has no switch for it: answers may begin with a thought all the same"
+
+
+@pytest.mark.parametrize(
+    ("template", "protocol", "option", "found", "differs", "warning"),
+    [
+        (QWEN3, OFF, "auto", Thinking(), {}, ""),
+        (QWEN3, ON, "auto", Thinking(on=True), {}, ""),
+        (QWEN3, UNSAID, "auto", Thinking(on=True), {}, ""),
+        (QWEN3, OFF, "on", Thinking(on=True), {"thinking": (True, False)}, ""),
+        (QWEN3, ON, "off", Thinking(), {"thinking": (False, True)}, ""),
+        (QWEN3, UNSAID, "off", Thinking(), {"thinking": (False, True)}, ""),
+        (GRANITE, ON, "auto", Thinking(on=True), {}, ""),
+        (GRANITE, OFF, "auto", Thinking(), {}, ""),
+        (NONE, OFF, "auto", Thinking(), {}, ""),
+        (NONE, ON, "auto", Thinking(), {"thinking": (False, True)}, NO_SWITCH_ON),
+        (QWQ, ON, "auto", Thinking(on=True), {}, ""),
+        (QWQ, OFF, "auto", Thinking(), {}, NO_SWITCH_OFF),
+        (QWEN3_THINKING, ON, "auto", Thinking(on=True, opened=True), {}, ""),
+        (QWEN3_THINKING, OFF, "on", Thinking(on=True, opened=True), {"thinking": (True, False)}, ""),
+    ],
+)
+def test_a_protocol_says_whether_the_model_thinks(
+    tmp_path, monkeypatch, template, protocol, option, found, differs, warning
+):
+    protocols = {"default": Protocol(source="", tasks=TOY.tasks), "paper": protocol}
+    monkeypatch.setattr(registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols=protocols))
+    settings = dataclasses.replace(thinker(tmp_path, template), protocol="paper", thinking=option)
+    plan = make_plan(settings)
+    assert (plan.thinking, plan.differs) == (found, differs)
+    assert plan.fingerprint["protocol"]["thoughts"] == found.on
+    assert plan.fingerprint["protocol"]["differs"] == [*differs]
+    assert [warning in sentence for sentence in plan.template_warnings] == [True] * bool(warning)
+
+
+def test_a_protocol_without_thoughts_is_refused_where_the_template_opens_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols={"default": UNSAID, "paper": OFF})
+    )
+    with pytest.raises(UserError) as refusal:
+        make_plan(dataclasses.replace(thinker(tmp_path, QWEN3_THINKING), protocol="paper"))
+    assert str(refusal.value) == (
+        "In the protocol paper the model does not think, and the chat template of thinker opens a thought and has no "
+        "switch: use --thinking on, which the result names as a difference, or another model."
+    )
+
+
+def test_plain_text_has_no_thoughts_and_a_protocol_that_wants_them_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        registry, "load_suite", lambda name: dataclasses.replace(TOY, protocols={"default": ON, "paper": OFF})
+    )
+    plain = dataclasses.replace(thinker(tmp_path, QWEN3), chat="off")
+    assert make_plan(plain).differs == {"chat": (False, True), "thinking": (False, True)}
+    assert make_plan(dataclasses.replace(plain, protocol="paper")).differs == {"chat": (False, True)}

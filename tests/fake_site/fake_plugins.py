@@ -179,6 +179,7 @@ class FakeGenerator:
             "cache_bytes": 2000,
             "prefill_peak_bytes": 5_000_000,
             "prefill_seconds": 0.25,
+            "recency": None,
             "first_token_seconds": 0.3,
             "decode_seconds": 0.5,
             "decode_steps": max(len(tokens) - 1, 0),

@@ -11,6 +11,7 @@ PAPER = {
     "source": "Table 1, row H2O",
     "model": "Org/Tiny",
     "policy": "h2o",
+    "trained": "none",
     "budget": "64",
     "budget_meaning": "entries per head",
     "suite": "ruler",

@@ -6,10 +6,11 @@ from gate.published_cases import answers, published, write_pair
 from plot.plot_records import sample, write_run
 
 from evictbench.errors import UserError
-from evictbench.gate import match
 from evictbench.gate import published as gate_published
+from evictbench.gate.arms import Arm, Run
 from evictbench.gate.published import _judged, _range, _Row, against_published
 from evictbench.gate.retention import Retention
+from evictbench.gate.wanted import preset_tasks
 from evictbench.stats.intervals import holm
 
 
@@ -201,10 +202,28 @@ def test_other_settings_of_the_policy(tmp_path, draw):
 
 def test_a_paper_without_a_full_cache(tmp_path, draw):
     write_pair(tmp_path, *answers(draw, 20, 0.8, 0.9))
-    found = one(tmp_path, published(full=None))
-    assert found.status == "not comparable"
-    assert "no score of the full cache" in found.why
     assert one(tmp_path, published(full=None, retention=90.0)).there == pytest.approx(0.9)
+
+
+def test_a_number_without_a_full_cache_is_compared_as_a_score(tmp_path, draw):
+    arm, full = answers(draw, 4000, 0.8, 0.9)
+    write_pair(tmp_path / "pair", arm, full)
+    score = float(arm.mean())
+    found = one(tmp_path / "pair", published(full=None, value=round(100 * score, 2)))
+    assert (found.status, found.quantity, found.fails) == ("reproduced", "score", False)
+    assert found.here == pytest.approx(score)
+    assert "the paper has no full cache beside it" in found.why
+    low = one(tmp_path / "pair", published(full=None, value=90.0))
+    assert (low.status, low.fails) == ("below", False)  # prompts and graders move it too
+    write_run(tmp_path / "alone", [sample(n, float(x)) for n, x in enumerate(arm)], policy="h2o", budget="64")
+    assert one(tmp_path / "alone", published(full=None, value=90.0)).here == pytest.approx(score)  # and needs none
+
+
+@pytest.mark.parametrize(("printed", "status"), [(90.0, "reproduced"), (95.0, "below"), (80.0, "above")])
+def test_a_retention_that_a_paper_prints_alone(tmp_path, draw, printed, status):
+    write_pair(tmp_path, *answers(draw, 4000, 0.8, 0.9))
+    found = one(tmp_path, published(metric="retention", value=printed, full=None))
+    assert (found.status, found.quantity, found.there) == (status, "retention", pytest.approx(printed / 100))
 
 
 def mean_runs(root, tasks, skewed=False, **changes):
@@ -237,16 +256,16 @@ def test_a_mean_of_a_suite_that_is_not_installed_is_over_what_was_run(tmp_path):
         mean_runs(tmp_path / name, ("a", "b"), skewed, suite="theirs")
     assert one(tmp_path / "even", published(suite="theirs", task="mean")).here == pytest.approx(0.75)
     assert one(tmp_path / "skewed", published(suite="theirs", task="mean")).here == pytest.approx(0.75)
-    by_size = published(suite="theirs", task="mean", note="The average is weighted by dataset size.")
+    by_size = published(suite="theirs", task="mean", weighting="documents")
     assert one(tmp_path / "skewed", by_size).here == pytest.approx(25 / 40)
 
 
 def test_a_papers_own_preset_names_the_tasks_of_its_mean():
     entry = published(title="DistillCache: a title", paper="2608.08878", suite="longbench", task="mean")
-    tasks = match._preset(entry)
+    tasks = preset_tasks(entry, "longbench")
     assert "hotpotqa_rouge" in tasks
     assert "hotpotqa" not in tasks
-    assert "hotpotqa" in match._preset(published(suite="longbench", task="mean"))
+    assert "hotpotqa" in preset_tasks(published(suite="longbench", task="mean"), "longbench")
 
 
 def test_a_printed_number_is_a_range():
@@ -290,8 +309,8 @@ def rows(draw, kept, count=150, full=0.8, there=0.9):
     for truth in kept:
         arm, base = answers(draw, count, full, truth)
         here = Retention((tuple(zip(arm.tolist(), base.tolist(), strict=True)),))
-        run = {"policy": "h2o", "budget": "64"}
-        found.append(_Row(match.Arm(run, 0, {}, None), [published()], here, there, there, there, 0.0))
+        run = Run({"policy": "h2o", "budget": "64", "suite": "ruler", "base_model": None}, 0, {}, None)
+        found.append(_Row(Arm(((run,),)), [published()], here, there, there, there, 0.0))
     return found
 
 

@@ -137,7 +137,7 @@ def test_only_documents_that_both_have():
     full = {("a", 0): 1.0, ("a", 1): 1.0, ("b", 0): 1.0, ("c", 0): 1.0}
     assert retention(arm, full, ["a"]).by_task == (((1.0, 1.0), (0.0, 1.0)),)
     assert retention(arm, full, ["a", "b"]).value == pytest.approx(0.75)
-    assert retention(arm, full, ["a", "b"], by_size=True).value == pytest.approx(2 / 3)
+    assert retention(arm, full, ["a", "b"], {"a": 2 / 3, "b": 1 / 3}).value == pytest.approx(2 / 3)
     assert retention(arm, full, ["a", "c"]) is None
     assert retention(arm, {("a", 0): 0.0, ("a", 1): 0.0}, ["a"]) is None
 

@@ -29,7 +29,7 @@ POLICIES: list[Policy] = [
     StreamingLLM(),
     TOVA(),
     H2O(),
-    SnapKV(SnapKV.Config(window=4, kernel=3)),
+    SnapKV(SnapKV.Config(window=4, kernel=3, decode="reselect")),
 ]
 SHAPES = [(40, 9), (3, 17), (61, 1), (25, 40), (33, 5), (1, 6)]
 

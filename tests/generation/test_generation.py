@@ -32,7 +32,7 @@ POLICIES: list[tuple[Policy, str | None]] = [
     (TOVA(), "24"),
     (H2O(), "24"),
     (H2O(), "50%"),
-    (SnapKV(SnapKV.Config(window=4, kernel=3)), "24"),
+    (SnapKV(SnapKV.Config(window=4, kernel=3, decode="reselect")), "24"),
     (SnapKV(SnapKV.Config(window=4, kernel=3, decode="append")), "24"),
 ]
 

@@ -36,7 +36,9 @@ def test_pictures_of_all_there_is(plot, grid, tmp_path):
     out = tmp_path / "new" / "plots"
     code, said, err = plot(grid, "--out", out)
     assert (code, err) == (0, "")
-    names = {f"{figure}-ruler-tiny.{form}" for figure in ("budget", "bytes", "errors") for form in ("png", "svg")}
+    names = {
+        f"{figure}-ruler-tiny.{form}" for figure in ("budget", "bytes", "errors", "answers") for form in ("png", "svg")
+    }
     assert {file.name for file in out.iterdir()} == names
     assert all(name in said for name in names)
     assert (out / "budget-ruler-tiny.png").read_bytes().startswith(b"\x89PNG")
@@ -92,8 +94,9 @@ def test_tables_for_eyes_papers_and_pages(plot, grid):
     assert [word in table for word in ("h2o", "0.8", "entries")] == [True] * 3
     _, markdown, _ = plot(grid, "--figures", "errors", "--format", "markdown", "--policy", "h2o")
     lines = markdown.strip().splitlines()
-    assert lines[0] == "| policy | budget | repetition | over_long | wrong | score | documents |"
-    assert lines[2] == "| h2o | 64 | 0 | 0 | 0.6 | 0.4 | 10 |"
+    assert lines[:2] == ["**ruler on tiny: niah, 10 samples prefill native, question unseen**", ""]
+    assert lines[2] == "| policy | budget | repetition | over_long | wrong | score | documents |"
+    assert lines[4] == "| h2o | 64 | 0 | 0 | 0.6 | 0.4 | 10 |"
     _, latex, _ = plot(grid, "--figures", "errors", "--format", "latex", "--policy", "h2o")
     assert r"policy & budget & repetition & over\_long & wrong & score & documents \\" in latex
     assert r"\toprule" in latex
@@ -112,9 +115,9 @@ def test_no_label_becomes_a_formula_or_markup(plot, tmp_path):
     )
     assert {float(row["value"]) for row in rows} == {1 / 3}
     _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--format", "markdown")
-    assert all(
-        line.replace("\\|", "").count("|") == out.splitlines()[0].count("|") for line in out.splitlines() if line
-    )
+    head, *lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(lines) == 1 + len(labels)
+    assert all(line.replace("\\|", "").count("|") == head.count("|") for line in lines)
     assert "\\<b\\>z" in out
     _, out, _ = plot(tmp_path / "runs", "--figures", "budget", "--format", "latex")
     body = out.split("\\midrule")[1]
@@ -159,6 +162,18 @@ def test_each_protocol_is_a_figure_of_its_own(plot, tmp_path, changes, ends):
     assert all(figure["title"].startswith("ruler on tiny, ") for figure in figures)
     if "prefill" in changes or "settings" in changes:  # the full cache stands in every one
         assert all("full" in {row["policy"] for row in figure["rows"]} for figure in figures)
+
+
+def test_a_title_says_how_prompts_were_read(plot, tmp_path):
+    root = tmp_path / "runs"
+    write_run(root, right(1, 3), prefill="bounded", question="seen")
+    write_run(root, right(2, 3), prefill="native", question="seen", policy="tova")
+    write_run(root, right(3, 3), policy="full", budget=None, prefill="dense", question="seen")
+    _, out, _ = plot(root, "--figures", "budget,bytes", "--allow", "prefill", "--json")
+    (title,) = {figure["title"] for figure in json.loads(out)}
+    assert title == "ruler on tiny: niah, 3 samples\nprefill bounded and prefill native, question seen"
+    _, out, _ = plot(root, "--figures", "errors", "--policy", "full", "--json")
+    assert json.loads(out)[0]["title"].endswith("\nno prompt is cut, question seen")
 
 
 def test_what_cannot_be_drawn_does_not_keep_the_rest_from_it(plot, tmp_path):

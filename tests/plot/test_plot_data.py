@@ -28,14 +28,16 @@ def test_where_budgets_stand(tmp_path):
     write_run(tmp_path, right(1, 4, occupancy=60.0), budget="64")
     write_run(tmp_path, right(1, 4, occupancy=125.0), budget="25%")
     write_run(tmp_path, right(1, 4, occupancy=40.0), policy="dms", budget="32")
-    write_run(tmp_path, right(1, 4, occupancy=30.0), policy="snapkv:decode=append", budget="32")
+    write_run(tmp_path, right(1, 4, occupancy=30.0), policy="snapkv", budget="32")
+    write_run(tmp_path, right(1, 4, occupancy=29.0), policy="snapkv:decode=reselect", budget="32")
     write_run(tmp_path, right(1, 4, occupancy=31.0), policy="another", budget="32")
     write_run(tmp_path, right(1, 4, occupancy=500.0), policy="full", budget=None)
     points = budget_points({"": read(tmp_path)}).set_index(["policy", "budget"])["entries"]
     assert points[("h2o", "64")] == 64
     assert points[("h2o", "25%")] == 125
     assert points[("dms", "32")] == 40
-    assert points[("snapkv:decode=append", "32")] == 30
+    assert points[("snapkv", "32")] == 30
+    assert points[("snapkv:decode=reselect", "32")] == 32
     assert points[("another", "32")] == 32
     assert points.isna().sum() == 1
 

@@ -72,6 +72,13 @@ class ShortRecent(H2O):
         return budget // 2 + 1
 
 
+class LastingVotes(SnapKV):
+    """Running votes do not fade."""
+
+    def _later_votes(self, step: Step) -> Any:
+        return super()._later_votes(step)[0], 1.0
+
+
 class UnpooledVotes(SnapKV):
     """No pooling."""
 
@@ -101,6 +108,7 @@ WRONG: list[tuple[str, type[Policy]]] = [
     ("h2o", WrongGroup),
     ("h2o", ShortRecent),
     ("snapkv", UnpooledVotes),
+    ("snapkv", LastingVotes),
     ("random", OtherPriority),
 ]
 

@@ -34,9 +34,11 @@ SMOLLM2_135M = ModelShape(layers=30, heads=9, kv_heads=3, head_dim=64)
         (H2O(), 0, 0),
         (H2O(H2O.Config(group="max")), 0, 0),
         (H2O(H2O.Config(shares="model")), 0, 0),
-        (SnapKV(), 64, 48),  # 4 and 3 query heads a KV head, 32 queries, two of which take an entry
-        (SnapKV(SnapKV.Config(window=3)), 6, 4),
-        (SnapKV(SnapKV.Config(decode="append")), 0, 0),  # holds no queries in decode
+        (SnapKV(), 0, 0),  # holds no queries in decode
+        (SnapKV(SnapKV.Config(decode="reselect")), 0, 0),  # one number with each entry, as H2O
+        # 4 and 3 query heads a KV head, 32 queries, two of which take an entry
+        (SnapKV(SnapKV.Config(decode="reselect", votes="window")), 64, 48),
+        (SnapKV(SnapKV.Config(window=3, decode="reselect", votes="window")), 6, 4),
         (KVpop(), 64, 32),  # a matrix of head_dim x head_dim, as in the paper
         (KVpopMLP(), 0, 0),
         (IndexMem(), 0, 0),
@@ -98,7 +100,7 @@ def test_a_charge_makes_the_budget_smaller() -> None:
         (newcomer(), 20, 0),
         (newcomer(slot_state={"wide": SlotTensor(torch.float64, width=32)}), 10, 10 * 32),
         (newcomer(memory={"memory": MemoryTensor(torch.float64, (5, 32))}), 15, 5 * 32),
-        (SnapKV(SnapKV.Config(window=4)), 16, 2 * 4 * 16),  # two query heads
+        (SnapKV(SnapKV.Config(window=4, decode="reselect", votes="window")), 16, 2 * 4 * 16),  # two query heads
     ],
 )
 def test_the_bytes_beside_the_charge(policy: Policy, slots: int, numbers: int) -> None:

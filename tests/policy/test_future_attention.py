@@ -92,6 +92,23 @@ def test_labels_are_those_of_the_query_head_that_looks_most(seed: int, length: i
 
 
 @pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(("length", "tile"), [(61, 9), (61, 64), (8, 3)])
+def test_several_windows_at_once_are_each_alone(
+    length: int, tile: int, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(future_attention, "SEVERAL_WINDOWS_TILE", tile)
+    query, key = texts(length, 2, 2, 2, length)
+    normalisers = torch.stack([twin.normalisers(q, k, SCALING) for q, k in zip(query, key, strict=True)]).float()
+    options = {"scaling": SCALING, "normalisers": normalisers + 1 if given else None}
+    windows = (1, 7, 20, 61)
+    found = future_attention.labels_behind(query, key, windows=windows, **options)
+    assert len(found) == 8
+    for (label, window), labels in found.items():
+        alone = future_attention.future_labels(query, key, window=window, label=label, **options)
+        torch.testing.assert_close(labels, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("length", "window"), [(40, 7), (130, 1), (16, 16)])
 def test_with_keys_that_ask_and_queries_that_answer(length: int, window: int, given: bool) -> None:
     """The form that a GPU runs, uncompiled."""

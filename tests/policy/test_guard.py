@@ -199,8 +199,8 @@ class Pools(HeadBudgetPolicy):
         ("features", lambda self, new: {}, "returned nothing where slot_state declares worth."),
         ("features", lambda self, new: {"worth": new.keys}, "returned for worth a tensor of shape [1, 2, 16, 16] inst"),
         ("features", lambda self, new: {"worth": new.keys.sum(-1) * torch.nan}, "returned for worth 32 scores that a"),
-        ("head_budgets", lambda self, given: torch.tensor([3, 5]), "returned pools of 8 entries, where a layer has 38"),
-        ("head_budgets", lambda self, given: torch.tensor([-1, 39]), "returned a pool of fewer than 0 entries."),
+        ("head_budgets", lambda self, given: torch.tensor([3, 5]), "returned 8 places in all, where a layer has 38."),
+        ("head_budgets", lambda self, given: torch.tensor([-1, 39]), "returned a head with -1 places, of which 0 are "),
         ("head_budgets", lambda self, given: torch.ones(3), "returned a tensor of shape [3] instead of [2]."),
     ],
 )

@@ -86,3 +86,19 @@ def test_a_row_says_whose_weights_its_policy_has(tmp_path):
     board = leaderboard(evictbench.results(tmp_path))
     shown = next(column for column in columns(board) if column.heading == "policy")
     assert {shown.text(row) for row in board.rows} == {"h2o", "distillcache (weights of SmolLM2-135M)"}
+
+
+def test_the_budget_of_a_policy_without_a_bound_says_what_was_seen(tmp_path):
+    for policy in ("h2o", "dms", "snapkv:decode=append", "not_installed"):
+        lines = [sample(doc, 1.0, occupancy=60.0 + doc) for doc in range(11)]
+        write_run(tmp_path, lines, policy=policy, budget="64", tasks=("niah",))
+    board = leaderboard(evictbench.results(tmp_path))
+    (column,) = [column for column in columns(board) if column.heading == "budget"]
+    shown = {row.policy: (row.bound, column.text(row), column.value(row)) for row in board.rows}
+    seen = (False, "64 (saw 65.0, a head at most 70)", 64.0)
+    assert shown == {
+        "h2o": (True, "64", 64.0),
+        "dms": seen,
+        "snapkv:decode=append": seen,
+        "not_installed": (True, "64", 64.0),
+    }

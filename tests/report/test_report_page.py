@@ -70,6 +70,15 @@ def test_every_control_has_a_label_and_every_column_a_button(text):
     assert head.count('<th scope="col"') == head.count('<button type="button">') > 10
 
 
+def test_the_leaderboard_says_how_prompts_were_read(text):
+    read = "prefill native, question unseen"
+    assert f'<p id="reading">How prompts were read: fidelity on tiny: {read}; ruler on tiny: {read}.</p>' in text
+    head = re.search(r'<table id="board">\s*<thead>(.*?)</thead>', text, re.DOTALL).group(1)
+    assert ">prefill</button>" in head
+    assert ">question</button>" in head
+    assert text.count(">nothing is cut</td>") == 3  # the full cache's rows
+
+
 def test_prompts_stand_once_for_all_policies(text):
     content = {(len(pack["arms"]), len(pack["docs"])): pack for pack in packs(text)}
     ruler = content[5, 10]

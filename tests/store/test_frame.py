@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from plot.plot_records import identity, right, sample, write_grid, write_run
 
 import evictbench
 from evictbench.errors import UserError
 from evictbench.store import run_folder
-from evictbench.store.frame import COLUMNS, METRIC, RUN_COLUMNS, cells
+from evictbench.store.frame import COLUMNS, METRIC, RECENCY_COLUMNS, RUN_COLUMNS, cells
 from evictbench.store.summary import summarise
 
 
@@ -20,13 +21,45 @@ def test_every_sample_is_a_row_and_every_column_is_documented(tmp_path):
     write_grid(tmp_path)
     frame = evictbench.results(tmp_path)
     assert len(frame) == 70
-    documented = set(COLUMNS) - {"metric_<name>"}
+    documented = set(COLUMNS) - {"metric_<name>", *RECENCY_COLUMNS}
     assert {name for name in frame if not name.startswith(METRIC)} == documented
     assert frame["policy"].value_counts().to_dict() == {"h2o": 20, "tova": 20, "random": 20, "full": 10}
     assert frame.loc[frame["policy"] == "full", "budget"].isna().all()
     (row,) = frame[(frame["policy"] == "tova") & (frame["budget"] == "64") & (frame["doc_id"] == 3)].to_dict("records")
     assert (row["score"], row["text"], row["question"], row["cache_bytes"]) == (1.0, "it is 3", "unseen", 64000)
     assert run_folder.read_run(run_folder.Path(row["folder"]))["fingerprint"] == row["fingerprint"]
+
+
+RECENCY = {"version": 1, "window": "same", "every": 32, "moments": 2, "share": 0.5, "by_layer": [0.4, None]}
+
+
+def test_how_recent_the_kept_entries_were_is_read_back(tmp_path):
+    measured = sample(0, 1.0, recency=RECENCY, recency_by_head=[[0.3, 0.5], [None, None]])
+    folder = write_run(tmp_path, [measured, sample(1, 1.0)])
+    frame = evictbench.results(tmp_path).set_index("doc_id")
+    assert frame.loc[0, "recency_share"] == 0.5
+    assert frame.loc[0, "recency_window"] == "same"
+    assert np.array_equal(frame.loc[0, "recency_by_layer"], [0.4, np.nan], equal_nan=True)
+    assert frame.loc[1, list(RECENCY_COLUMNS)].isna().all()
+    assert set(RECENCY_COLUMNS) <= set(frame)
+    assert run_folder.read_samples(folder)["niah", 0, 0]["recency_by_head"] == [[0.3, 0.5], [None, None]]
+    assert "recency_by_head" not in run_folder.light_samples(folder, run_folder.read_run(folder))["niah", 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"share": 1.5}, "share"),
+        ({"version": 2}, "version"),
+        ({"window": "0"}, "window"),
+        ({"by_layer": [2.0]}, "by_layer"),
+        ({"moments": 0}, "moments"),
+    ],
+)
+def test_a_recency_that_cannot_be_is_a_sentence(tmp_path, wrong, sentence):
+    write_run(tmp_path, [sample(0, 1.0, recency=RECENCY | wrong)])
+    with pytest.raises(UserError, match=sentence):
+        evictbench.results(tmp_path)
 
 
 def test_text_is_left_out_where_it_is_not_wanted(tmp_path):

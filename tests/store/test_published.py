@@ -7,16 +7,21 @@ from dataclasses import fields
 
 import pytest
 
-from evictbench.cli import listing
+from evictbench.cli import app, listing
 from evictbench.errors import UserError
 from evictbench.registry import POLICIES, SUITES, load_suite, names, parse_policy
+from evictbench.store import published as module
 from evictbench.store.published import read_published, select
 from evictbench.store.published_number import PROTOCOL, UNITS, Published
+
+HELD = "snapkv:decode=reselect,votes=window"
+"""SnapKV where a paper says that it selects again while it decodes."""
 
 GOOD = """
 paper: "1234.56789"
 title: A paper
 confidence: primary
+trained: none
 budget_meaning: entries of each KV head
 protocol: {temperature: 0}
 note: Once.
@@ -160,7 +165,7 @@ def test_each_side_of_a_contradiction_differs_from_the_other(published):
             93.86,
         ),
         ({"paper": "2510.08525", "policy": "RLKV", "suite": "longreason"}, 15.0, 49.25),
-        ({"paper": "2604.04921", "model": "openai/gpt-oss-20b", "policy": "snapkv", "task": "aime25"}, 36.7, 60.0),
+        ({"paper": "2604.04921", "model": "openai/gpt-oss-20b", "policy": HELD, "task": "aime25"}, 36.7, 60.0),
     ],
 )
 def test_some_numbers_looked_up_by_hand(published, wanted, value, full):
@@ -196,6 +201,7 @@ def test_a_file_becomes_entries_and_the_closer_field_counts(folder):
 
 
 REQUIRED = ["paper", "title", "source", "model", "suite", "task", "metric", "unit", "confidence", "budget_meaning"]
+REQUIRED += ["trained"]
 
 
 @pytest.mark.parametrize("field", REQUIRED)
@@ -203,7 +209,7 @@ def test_a_missing_field_is_named_with_file_and_entry(folder, field):
     lines = [line for line in GOOD.splitlines() if not line.lstrip("- ").startswith(f"{field}:")]
     assert len(lines) == len(GOOD.splitlines()) - 1
     text = "\n".join(lines).replace("\n  model", "\n- model", 1) if field == "source" else "\n".join(lines)
-    with pytest.raises(UserError, match=rf"paper\.yaml, table 1.*the field {field} is missing\.$"):
+    with pytest.raises(UserError, match=rf"paper\.yaml, line \d+, table 1.*the field {field} is missing\.$"):
         read_published(folder(text))
 
 
@@ -220,6 +226,14 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("budget: 256", "budget: 256, bugdet: 3", "the field bugdet is unknown"),
         ("unit: percent", "unit: percents", "'percents' is no unit; there are percent"),
         ("confidence: primary", "confidence: sure", "'sure' is no confidence"),
+        ("trained: none", "trained: no", "False is no trained; there are none, scorer, model"),
+        ("trained: none", "trained: {tova: none}", "the field trained does not name the policy h2o"),
+        ("trained: none", "trained: none\nweighting: size", "'size' is no weighting; there are tasks, documents"),
+        ("trained: none", "trained: none\nshare_of: prompt", "'prompt' is no share_of; there are text, length"),
+        ("trained: none", "trained: none\nruns_as: [h2o]", "the field runs_as has to be a text, not ['h2o']"),
+        ("trained: none", "trained: none\ntasks: vt", "the field tasks has to be a list of names, each once, not 'vt'"),
+        ("trained: none", "trained: none\ntasks: [vt, vt]", "the field tasks has to be a list of names, each once"),
+        ("temperature: 0", "temperature: [0, 1]", "temperature of the protocol has to be one value, not [0, 1]"),
         ("temperature: 0", "temprature: 0", "'temprature' is no protocol"),
         ("budget: 25%", "budget: 0%", "the field budget is '0%'"),
         ("budget: 25%", "budget: many", "the field budget is 'many'"),
@@ -229,7 +243,7 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("30.25]", "'30']", "the field value is '30'"),
         ("30.25]", ".inf]", "the field value is inf"),
         ("spread: [1.5, null]", "spread: [.inf, null]", "the field spread is inf"),
-        ("budget: 256,", "budget: 256, budget: 512,", "line 21: the key budget is given twice (first in line 21)."),
+        ("budget: 256,", "budget: 256, budget: 512,", "line 22: the key budget is given twice (first in line 22)."),
         ("note: Once.", "version: 2", "the field version has to be a text, not 2"),
         ("note: Once.", "contradiction: 3", "the field contradiction has to be a text, not 3"),
         ("[0, 30.25]", "[0]", "value has 1 items, and there are 2 columns"),
@@ -238,7 +252,7 @@ def test_a_field_missing_from_a_row_is_named(folder, field):
         ("model: org/model", "model: 7", "the field model has to be a text, not 7"),
         ("note: Once.", "repeats: 0", "the field repeats has to be a whole number above 0"),
         ("note: Once.", "contradiction: {a", "is not YAML that can be read"),
-        ("  rows:", "  lines:", "the field rows is missing"),
+        ("  rows:", "  lines:", "line 11, table 1 (Table 1): the field rows is missing"),
         ("tables:", "table:", "the field tables is missing"),
         ("policy: tova, budget: 25%", "policy: h2o, budget: 256", None),
         ("row: TOVA, policy: tova, budget: 25%", "row: H2O, policy: h2o, budget: 256", "A number is there twice: 1234"),
@@ -257,6 +271,33 @@ def test_what_cannot_be_is_a_sentence(folder, old, new, sentence):
     assert str(error.value).endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line", "entry"),
+    [
+        ("budget: 256,", "bugdet: 256,", 22, "row H2O"),  # the row's own
+        ("task: [niah_single_1, vt]", "task: [niah_single_1, 7]", 17, "row Dense"),  # a column's, met first there
+        ("  metric: score", "  metric: 7", 14, "row Dense"),  # the table's
+        ("confidence: primary", "confidence: sure", 4, "row Dense"),  # the file's
+        ("[0, 30.25]", "[0, 130]", 23, "row TOVA"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_line(folder, old, new, line, entry):
+    text = GOOD.replace(old, new)
+    assert text.splitlines()[line - 1] != GOOD.splitlines()[line - 1]
+    with pytest.raises(UserError, match=rf"paper\.yaml, line {line}, table 1 \(Table 1\), {entry}: "):
+        read_published(folder(text))
+
+
+def test_a_field_may_differ_by_policy(folder):
+    text = GOOD.replace("trained: none", "trained: {h2o: none, tova: scorer}\nruns_as: {tova: random}")
+    entries = read_published(folder(text))
+    assert {(entry.policy, entry.trained, entry.runs_as) for entry in entries} == {
+        ("full", "none", ""),
+        ("h2o", "none", ""),
+        ("tova", "scorer", "random"),
+    }
+
+
 def test_an_empty_folder_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"it holds no \.yaml file\.$"):
         read_published(tmp_path)
@@ -268,8 +309,10 @@ def test_an_empty_folder_is_a_sentence(tmp_path):
 def test_a_policy_is_chosen_by_its_name_or_with_its_settings(published):
     assert {entry.policy for entry in select(published, policies=["kvpop"])} == {"kvpop"}
     snapkv = {entry.policy for entry in select(published, policies=["snapkv"])}
-    assert {"snapkv", "snapkv:decode=append"} < snapkv
-    one = select(published, policies=["snapkv:decode=append"], papers=["2406.02069"], suites=["longbench"])
+    assert {"snapkv", HELD} < snapkv
+    one = select(published, policies=["snapkv:window=64,kernel=5,pool=avg"], suites=["ruler"])
+    assert {entry.value for entry in one} == {78.74, 55.74, 36.73, 78.21, 62.81, 46.29}
+    one = select(published, policies=["snapkv"], papers=["2406.02069"], suites=["longbench"])
     assert {entry.value for entry in one} == {41.35, 33.05}
     assert len(select(published)) == len(published)
     with pytest.raises(UserError, match=r"Unknown published policy 'kvpopp': did you mean kvpop"):
@@ -290,11 +333,49 @@ def test_the_command_prints_json_without_torch_and_exits_2_for_an_unknown_name(t
         command = [sys.executable, "-c", code, "list", "published", *words]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
 
-    done = call("--policy", "snapkv:window=16,kernel=5,decode=append,RLKV", "--json")
+    done = call("--policy", "snapkv:window=16,kernel=5,RLKV", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    assert {row["policy"] for row in rows} == {"snapkv:window=16,kernel=5,decode=append", "RLKV"}
-    assert set(rows[0]) == {field.name for field in fields(Published)}
+    assert {row["policy"] for row in rows} == {"snapkv:window=16,kernel=5", "RLKV"}
+    assert set(rows[0]) == {field.name for field in fields(Published)} | {"runs"}
+    assert rows[0]["runs"] == [] or "--policy snapkv" in rows[0]["runs"][0]
     failed = call("--paper", "2608.0887")
     assert failed.returncode == 2
     assert "Unknown published paper '2608.0887': did you mean 2608.08878" in failed.stderr
+
+
+def test_what_no_run_can_match_is_listed_with_what_is_missing():
+    rows = listing.unmatched("RLKV", "2608.08878", None, whole=False)
+    assert len(rows) == 17 + 3 + 4 + 1 + 1  # scores; errors, times, perplexity and length of answers are none
+    assert rows[0]["missing"] == "No policy here is RLKV."
+    whole = listing.unmatched(None, "IndexMem++", "ruler", whole=True)
+    assert set(whole[0]) == {field.name for field in fields(Published)} | {"missing"}
+    assert "No policy here is query-dependent router." in {row["missing"] for row in whole}
+    assert listing.reach(None, "IndexMem++", None) == (
+        "A run here can match 4 of 34 scores and retentions under eviction, 16 of which are of policies that are here."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--unmatched", "--policy", "kvpopp"], "Unknown published policy 'kvpopp': did you mean kvpop"),
+        (["--unmatched", "--suite", "rular"], "Unknown published suite 'rular'"),
+        (["--unmatched", "extra"], "unexpected extra argument"),
+    ],
+)
+def test_a_wrong_filter_of_the_unmatched_ends_in_a_sentence(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        app.main(["list", "published", *words])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert said in err
+
+
+def test_a_wrong_field_of_an_installed_file_ends_in_a_sentence_with_its_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_installed", lambda: folder(GOOD.replace("budget: 25%", "bugdet: 25%")))
+    with pytest.raises(SystemExit) as ended:
+        app.main(["list", "published", "--unmatched"])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert "paper.yaml, line 23, table 1 (Table 1), row TOVA: the field bugdet is unknown." in err

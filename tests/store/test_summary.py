@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import math
 
 import pytest
 from rich.console import Console
@@ -134,6 +135,12 @@ def shown(width, lines=None, **more):
     return console.file.getvalue()
 
 
+def test_a_table_says_how_prompts_were_read():
+    protocol = {"prefill": "bounded", "question": "unseen"}
+    assert shown(160, identity={"budget": "64", "protocol": protocol}).startswith("prefill bounded, question unseen")
+    assert shown(160, identity={"budget": None, "protocol": protocol}).startswith("no prompt is cut, question unseen")
+
+
 def test_a_wide_console_gets_one_table_and_a_narrow_one_two():
     assert shown(160).count("niah_multiquery") == 1
     assert shown(80).count("niah_multiquery") == 2
@@ -188,3 +195,18 @@ def test_metrics_beside_the_score_have_a_table_of_their_own():
     text = shown(100, [line("text", 0.9, metrics=many) for _ in range(4)])
     assert "metric2" in text
     assert "metric3" not in text
+
+
+def test_perplexity_is_over_the_tokens_of_all_documents():
+    def text(task, nll, full, tokens):
+        return line(task, 0.9, metrics={"score": 0.9, "nll": nll, "nll_full": full}, output_tokens=tokens)
+
+    lines = [text("a", 1.0, 0.5, 30), text("a", 3.0, 2.5, 10), text("b", 2.0, 2.0, 60)]
+    summary = summarise(lines, {"a": 2, "b": 1})
+    assert summary["tasks"]["a"]["perplexity"]["value"] == pytest.approx(math.exp(1.5))
+    assert summary["tasks"]["a"]["perplexity"]["full"] == pytest.approx(math.exp(1.0))
+    assert summary["mean"]["perplexity"]["value"] == pytest.approx(math.exp((30 + 30 + 120) / 100))
+    low, high = summary["mean"]["perplexity"]["interval"]
+    assert low < math.exp(1.8) < high
+    assert "4.482 (full 2.718)" in shown(100, [*lines, text("b", 1.0, 1.0, 5)])
+    assert summarise([line("a", 1.0, metrics={"score": 1.0})], {"a": 1})["mean"]["perplexity"] is None

@@ -9,13 +9,13 @@ from typing import Any
 from studies.compare import table
 
 
-def cell(name: str, kind: str, values: list[float]) -> Any:
+def cell(name: str, kind: str, values: list[float], bound: bool = True) -> Any:
     return SimpleNamespace(
         name=name,
         kind=kind,
         budget=None if kind == "full" else "128",
         title=name if kind == "full" else f"{name} at 128",
-        plan=SimpleNamespace(folder=Path(__file__)),
+        plan=SimpleNamespace(folder=Path(__file__), policy=SimpleNamespace(enforces_budget=bound)),
         values=lambda metric: {("gsm8k", number, 0): value for number, value in enumerate(values)},
     )
 
@@ -39,6 +39,12 @@ def test_learned_policies_and_oracles_are_set_beside_training_free_ones() -> Non
     assert "+0.1000" in lines[start + 2]
     assert not lines[start + 2].endswith("better")
     assert lines[start + 3].strip() == "closes 67% of the gap between h2o and oracle"
+
+
+def test_a_budget_that_is_no_bound_has_what_was_seen_beside_it() -> None:
+    lines = table([CELLS[0], CELLS[1], cell("dms", "learned", [70.0, 80.0], bound=False)], "kl", False)
+    assert [line for line in lines if "saw" in line] == [line for line in lines if line.startswith("  dms at 128 ")][:1]
+    assert lines[4].endswith("n 2  saw 75.0, a head at most 80")
 
 
 def test_named_policies_alone_are_tested_on_common_samples() -> None:

@@ -18,6 +18,7 @@ from evictbench.suites.aime.problems import DATASETS as AIME
 from evictbench.suites.bbh.prepare import DATASETS as BBH
 from evictbench.suites.bbh.prompts import FOLDERS as PROMPT_FOLDERS
 from evictbench.suites.gsm8k.prepare import DATASET as GSM8K
+from evictbench.suites.hmmt.problems import DATASETS as HMMT
 from evictbench.suites.longbench.prepare import DATASETS as LONGBENCH
 from evictbench.suites.math500.problems import DATASET as MATH500
 
@@ -33,6 +34,10 @@ EXAMS: dict[str, Records] = {
     year: [{"id": n, "problem": f"In {year}, {n}?", "answer": str(n), "year": year} for n in range(4)]
     for year in ("2024", "2025")
 }
+TOURNAMENT: Records = [
+    {"problem_idx": n, "problem": f"Halve {n}.", "answer": f"\\frac{{{n}}}{{2}}", "problem_type": ["Algebra"]}
+    for n in range(4)
+]
 ROADS: Records = [{"input": f"Turn {n} times.", "target": "Yes"} for n in range(4)]
 PAPERS: Records = [
     {"input": f"Who {n}?", "context": "Long.", "answers": ["Me", "I"], "length": 2, "all_classes": None, "_id": f"{n}"}
@@ -102,6 +107,30 @@ CASES: dict[str, tuple[Dataset, Records, tuple[str, ...]]] = {
             "data/train-00000-of-00001.parquet",
             f"datasets--math-ai--aime25/snapshots/{COMMIT}/test.jsonl",
             "aime25/test.jsonl",
+        ),
+    ),
+    "hmmt_feb25": (
+        HMMT["hmmt_feb25"],
+        TOURNAMENT,
+        (
+            "hmmt_feb25.jsonl",
+            "hmmt/hmmt_feb25.parquet",
+            "hmmt_feb_2025.jsonl",
+            "hmmt/hmmt_feb2025.json",
+            "hmmt_feb_2025/hmmt_feb_2025.jsonl",
+            "hmmt_feb25/test.jsonl",
+            "hmmt_feb_2025/data/train-00000-of-00001.parquet",
+            f"datasets--MathArena--hmmt_feb_2025/snapshots/{COMMIT}/data/train-00000-of-00001.parquet",
+            f"hub/datasets--MathArena--hmmt_feb_2025/snapshots/{COMMIT}/default/train/0000.parquet",
+        ),
+    ),
+    "hmmt_nov25": (
+        HMMT["hmmt_nov25"],
+        TOURNAMENT,
+        (
+            "hmmt_nov25.json",
+            "hmmt/hmmt_nov25.jsonl",
+            "MathArena/hmmt_nov_2025/data/train-00000-of-00001.parquet",
         ),
     ),
     "navigate": (
@@ -183,6 +212,7 @@ def test_a_layout_is_found_and_its_documents_have_the_same_hash(tmp_path: Path, 
         ("math500", "datasets--HuggingFaceH4--MATH-500", f"snapshots/{COMMIT}/test.jsonl"),
         ("aime25", f"datasets--math-ai--aime25/snapshots/{COMMIT}", "test.jsonl"),
         ("aime24", "aime_2024", "data/train-00000-of-00001.parquet"),
+        ("hmmt_nov25", "hmmt_nov_2025", "data/train-00000-of-00001.parquet"),
         ("gsm8k", f"datasets--openai--gsm8k/snapshots/{COMMIT}", "main/test-00000-of-00001.parquet"),
         ("navigate", "BIG-Bench-Hard", "bbh/navigate.json"),
         ("qasper", "LongBench", "data.zip/data/qasper.jsonl"),
@@ -307,12 +337,15 @@ def test_the_known_numbers_of_documents() -> None:
     assert sum(count for name, count in records.items() if not name.endswith("_e")) == 4750
     assert sum(count for name, count in records.items() if name.endswith("_e")) == 224 + 150 + 294 + 10 * 300
     assert sum(dataset.documents or 0 for dataset in BBH.values()) == 6511
-    assert (GSM8K.documents, MATH500.documents, {d.documents for d in AIME.values()}) == (1319, 500, {30})
+    assert (GSM8K.documents, MATH500.documents, {d.documents for d in (*AIME.values(), *HMMT.values())}) == (
+        *(1319, 500),
+        {30},
+    )
 
 
 def test_names_that_do_not_say_whose_they_are_need_signs() -> None:
     generic = {"test.jsonl", "test-*-of-*.parquet", "data/train-*-of-*.parquet", "data/test-*-of-*.parquet"}
-    for dataset in (GSM8K, MATH500, *AIME.values()):
+    for dataset in (GSM8K, MATH500, *AIME.values(), *HMMT.values()):
         for layout in dataset.layouts:
             if generic & {*layout.paths}:
                 assert layout.signs, (dataset.name, layout)

@@ -154,3 +154,21 @@ def test_what_no_sweep_can_be(write, tmp_path):
     text = "policies: h2o\nbudgets: 32\nsuites: toy\noverrides: [{policy: tova, limit: 3}]"
     with pytest.raises(UserError, match="Override 1 names no cell"):
         grid_cells(parse_grid(read_sweep_file(write(text))))
+
+
+def test_several_weights_are_cells_of_their_own_beside_one_full_cache():
+    found = cells(policies="h2o,kvpop", budgets="32", suites="toy", weights="one, two,one")
+    assert [(cell.policy, cell.weights) for cell in found] == [
+        ("full", None),
+        ("h2o", None),
+        ("kvpop", "one"),
+        ("kvpop", "two"),
+    ]
+    with pytest.raises(UserError, match="names no weights"):
+        cells(policies="kvpop", budgets="32", suites="toy", weights=" , ")
+
+
+def test_a_file_names_several_weights_as_a_list(write):
+    text = "policies: [kvpop, dms]\nbudgets: [32]\nsuites: toy\noverrides:\n  - {policy: dms, weights: [a, b]}\n"
+    found = grid_cells(parse_grid(read_sweep_file(write(text))))
+    assert [(cell.policy, cell.weights) for cell in found[1:]] == [("kvpop", None), ("dms", "a"), ("dms", "b")]

@@ -1,9 +1,12 @@
 """What a sweep shows, and what its command refuses."""
 
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 from executor_in_process import InProcess
@@ -12,7 +15,7 @@ from rich.console import Console
 
 from evictbench.cli import sweep as sweep_command
 from evictbench.cli.sweep import SweepOptions, sweep_and_show
-from evictbench.cli.sweep_output import SweepTable, live_table, status_line
+from evictbench.cli.sweep_output import SweepTable, live_table, result_table, status_line
 from evictbench.errors import UserError
 from evictbench.store import run_folder
 from evictbench.sweep.grid import grid_cells, parse_grid
@@ -237,3 +240,39 @@ def test_gpus_are_dealt_to_workers(monkeypatch):
     ):
         with pytest.raises(UserError, match=sentence):
             worker_devices(device, gpus)
+
+
+def test_a_budget_that_is_no_bound_has_what_was_seen_beside_it(cells):
+    def ended(policy, bound):
+        mean = {"score": 0.5, "interval": None, "occupancy_mean": 7.25, "occupancy_max": 30, "cache_bytes": 8.0}
+        theirs = cells[0].plan
+        plan = SimpleNamespace(
+            policy=SimpleNamespace(enforces_budget=bound), checked=theirs.checked, settings=theirs.settings
+        )
+        named = {"policy": policy, "suite": "toy", "budget": "16", "plan": plan, "state": "done", "done": 2, "total": 2}
+        return SimpleNamespace(**named, summary={"mean": mean})
+
+    text = text_of(result_table([ended("soft", False), ended("hard", True)]))
+    assert re.search(r"soft +16 \(saw 7.2, a head at most 30\) ", text)
+    assert re.search(r"hard +16 +50.0 ", text)
+
+
+def test_trainings_end_with_a_row_of_mean_and_deviation(cells):
+    """Scores of .2 and .6: their deviation with n - 1 is .28, and two trainings say next to nothing of their mean."""
+    _, first, *rest = cells
+    second = copy.copy(first)
+    for cell, weights, score in ((first, "a", 0.2), (second, "b", 0.6)):
+        cell.plan = dataclasses.replace(cell.plan, settings=dataclasses.replace(cell.plan.settings, weights=weights))
+        cell.summary = {
+            "mean": {"score": score, "interval": None, "occupancy_mean": 16.0, "occupancy_max": 16, "cache_bytes": 2000}
+        }
+        cell.state = "done"
+    table = text_of(result_table([first, second, *rest]))
+    (line,) = [line for line in table.splitlines() if "±" in line]
+    assert "40.0 ± 28.3" in line
+    assert "0.0-100.0" in line
+    assert "2 trainings" in line
+    mine = [line.split() for line in table.splitlines() if line.split()[1:3] == [first.policy, first.budget]]
+    assert [words[-1] for words in mine] == ["a", "b", "units"]
+    assert first.title.endswith("on toy, weights a")
+    assert "±" not in text_of(result_table(cells[2:]))

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 
-from evictbench.cli.trace import TraceLines
+from evictbench.cli.trace import TraceLines, cell_table
 from evictbench.trace.settings import TraceCell
 
 COMMAND = ("trace", "--policies", "h2o", "--budget", "24,48", "--contexts", "64", "--new-tokens", 8, "--out", "t")
@@ -65,3 +66,21 @@ def test_on_a_terminal_the_line_of_a_cell_under_way_goes_when_it_ends() -> None:
     assert "\r\r\x1b[2K1/1 h2o 24, context 64, 1 row: first token after 0.5 s, 2 ms a step\n" in text
     assert text.splitlines()[0].startswith("measuring 1/1 a policy")
     assert text.endswith("\r\x1b[2K")
+
+
+def test_a_budget_that_is_no_bound_has_what_was_held_beside_it() -> None:
+    numbers = {"read_bytes_per_second": 1e9, "copy_bandwidth": 2e9, "decode_ms": 4.0, "first_token_seconds": 0.1}
+    sizes = {"decode_cache_bytes": 1e6, "decode_peak_bytes": 1e6, "context": 64, "rows": 1, "status": "ok"}
+    cells = [
+        {"cell": number, "policy": policy, "budget": "32", **numbers, **sizes}
+        for number, policy in enumerate(("dms", "h2o"))
+    ]
+    step = {"phase": "decode", "status": "ok", "entries_mean": 20.5, "entries_max": 41}
+    times = dict.fromkeys(("ms", "attention_ms", "signals_ms", "policy_ms", "rest_ms"), 1.0)
+    steps = pd.DataFrame([{"cell": number, **step, **times} for number in (0, 1)])
+    console = Console(file=io.StringIO(), width=200)
+    console.print(cell_table({"model": "m", "device": "cpu", "cells": cells}, steps))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split("  ")[0].strip() for line in lines if "32" in line][:2] == ["dms", "h2o"]
+    assert "32 (saw 20.5, a head at most 41)" in next(line for line in lines if "dms" in line)
+    assert "saw" not in next(line for line in lines if "h2o" in line)

@@ -11,6 +11,7 @@ from toy_policies import GATE, TOY
 
 from evictbench.errors import RunFailed, UserError
 from evictbench.models import load
+from evictbench.models.fine_tuned import base_of
 from evictbench.policy.learner import Learner
 from evictbench.train import loop
 from evictbench.train.optimizer import learning_rate
@@ -133,12 +134,16 @@ def test_fine_tuning_brings_the_model_nearer_and_saves_it(trained, tiny):
     assert new.keys() == old.keys()
     assert not torch.equal(new["model.embed_tokens.weight"], old["model.embed_tokens.weight"])
     assert {tensor.dtype for tensor in new.values()} == {tensor.dtype for tensor in old.values()}
+    named = {"name": "tiny", "sha256": load.weights_hash(base), "policy": "toy"}
+    assert base_of(load.load_config(tuned), "model") == named
+    assert base_of(load.load_config(base), "tiny") is None
 
 
 def test_streaming_llm_is_trained_with_its_model_alone(trained):
     outcome, watch = trained(policy="streaming_llm", finetune=True, steps=20, model_lr=2e-3)
     assert watch.lines[-1]["kl"] < watch.lines[0]["kl"]
     assert (tensors(outcome), outcome.learned) == ({}, False)
+    assert base_of(load.load_config(load.resolve(str(outcome.folder / "model"))), "model")["policy"] == "streaming_llm"
     assert "which has no weights" in (outcome.folder / "README.md").read_text()
 
 

@@ -18,7 +18,7 @@ Priority = Callable[[int, int, int, int], float]
 
 RULES = ("full", "random", "streaming_llm", "tova", "h2o", "snapkv", "kvpop", "kvpop_mlp")
 
-NOT_SETTINGS = {"priority", "memory", "weights_seed", "equal"}
+NOT_SETTINGS = {"priority", "memory", "weights_seed", "equal", "waits_for_recent", "normed"}
 """Fields of a rule that are no settings of the policy: they come to it another way."""
 
 
@@ -113,13 +113,14 @@ def rules(
             recent=st.sampled_from([3, 1, 2, 8, 32]),
         )
     if name == "snapkv":
+        ways = [("append", "running"), ("reselect", "running"), ("reselect", "window")]
         return st.builds(
-            SnapKV,
+            lambda way, **settings: SnapKV(decode=way[0], votes=way[1], **settings),
+            way=st.sampled_from(ways),
             window=st.sampled_from([4, 1, 2, 3, 8, 32]),
             kernel=st.sampled_from([3, 1, 7]),
             pool=st.sampled_from(["max", "avg"]),
             group=group,
-            decode=st.sampled_from(["reselect", "append"]),
             shares=st.sampled_from(shares),
         )
     if name in ("kvpop", "kvpop_mlp"):
@@ -130,6 +131,8 @@ def rules(
             sinks=st.sampled_from([4, 0, 1]),
             window=st.sampled_from([3, 1, 2, 8, 32]),
             recent=st.sampled_from([0.0, 0.5, 0.7, 0.95]),
+            waits_for_recent=st.booleans(),
+            normed=st.booleans(),
         )
     raise ValueError(f"no rule {name!r}")
 
@@ -157,7 +160,7 @@ def cases(
         budgets.append(st.integers(8, 20))
     if least < 24:
         budgets.append(st.integers(least, 24))
-    if least <= 32:
+    if least <= 32 and not getattr(rule, "needs_a_number", False):
         budgets.append(st.sampled_from([0.5, 0.75, 0.9, 1.0]))
     given = draw(st.booleans()) if forced is None else forced
     token = st.integers(0, VOCAB - 1)

@@ -1,6 +1,6 @@
-"""IndexMem++ from its definitions: scorer, recursion, head budgets, centroids.
+"""IndexMem++ as the authors' code has it (Chooovy/kvpress at 5a5826ed): scorer, pool, head budgets, centroids.
 
-One head, one query, one entry at a time, in float64.
+One head, one query, one entry at a time, in float64. tests/authors holds it to numbers that their code made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def score_and_rate(weights: Mapping[str, Tensor], hidden: Tensor, position: int,
 
 
 def aged(scores: Sequence[float], rates: Sequence[float], q: int, j: int) -> float:
-    """The score of key j for the query at q."""
+    """The score of key j for the query at q, which may also come before it: a straight line."""
     return scores[j] + rates[j] * (q - j) / 16384
 
 
@@ -94,15 +94,52 @@ def expiry(pools: Sequence[Sequence[int]], sinks: int, window: int) -> list[floa
 # Head budgets.
 
 
+def least_share(budget: int, unprotected: int, slots: int, floor: int | None) -> int:
+    """What a head has at least beside sinks and window. floor: as set; None: a quarter of the budget, which is what
+    their recorded runs state, and at most half of what there is. Centroids need their slots."""
+    wanted = min(budget // 4, unprotected // 2) if floor is None else floor
+    return max(min(wanted, unprotected), slots)
+
+
+def divide_by_mass(masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floor: int) -> list[int]:
+    """The shares of the heads, as `mass_head_budgets` finds them.
+
+    masses: what the last query gives each entry to choose from, best first; pinned: what it gives those that stay
+    anyway. The mass that all retain is searched for, so that the entries that this takes are `total` in the end. Each
+    head has one entry beyond its floor at least.
+    """
+    heads = len(masses)
+    curves: list[list[float]] = []
+    for head, stays in zip(masses, pinned, strict=True):
+        sums = [stays]
+        for mass in head:
+            sums.append(sums[-1] + mass)
+        curves.append(sums[1 + floor :])
+    rest = total - floor * heads
+    if rest <= heads:
+        return [floor + (h < rest) for h in range(heads)]
+
+    def taken(target: float) -> list[int]:
+        return [next((k + 1 for k, mass in enumerate(curve) if mass >= target), len(curve)) for curve in curves]
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(taken(middle)) > rest else (middle, high)
+    shares = taken(low)
+    while sum(shares) < rest:
+        gains = [curve[k] - curve[k - 1] if k < len(curve) else -1.0 for curve, k in zip(curves, shares, strict=True)]
+        if max(gains) < 0:
+            break
+        shares[gains.index(max(gains))] += 1
+    return [share + floor for share in shares]
+
+
 def fill_by_mass(
     masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floors: Sequence[int]
 ) -> list[int]:
-    """The places of each head. masses: what the last query gives each entry to choose from, best first; pinned: what it
-    gives those that stay anyway.
-
-    Each place goes to the head that has retained the least mass so far. It is where one mass is retained by all, as
-    nearly as whole entries can, and needs no search for it.
-    """
+    """The same without a search: each place goes to the head that has retained the least mass so far. floors: with the
+    one entry beyond them."""
     places = [min(floor, len(head)) for floor, head in zip(floors, masses, strict=True)]
     while sum(places) < total:
         open_heads = [h for h, head in enumerate(masses) if places[h] < len(head)]
@@ -110,32 +147,6 @@ def fill_by_mass(
             break
         poorest = min(open_heads, key=lambda h: pinned[h] + sum(masses[h][: places[h]]))
         places[poorest] += 1
-    return places
-
-
-def by_common_mass(
-    masses: Sequence[Sequence[float]], pinned: Sequence[float], total: int, floors: Sequence[int]
-) -> list[int]:
-    """The same as published: the mass that all retain is searched for, so that what it takes is `total` in the end."""
-
-    def taken(target: float) -> list[int]:
-        found = []
-        for head, stays, floor in zip(masses, pinned, floors, strict=True):
-            places, retained = 0, stays
-            while places < len(head) and (places < floor or retained < target):
-                retained += head[places]
-                places += 1
-            found.append(places)
-        return found
-
-    low, high = 0.0, 1.0 + 1e-9
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(taken(middle)) <= total else (low, middle)
-    places = taken(low)
-    while sum(places) < total:
-        marginal = [head[n] if n < len(head) else -1.0 for head, n in zip(masses, places, strict=True)]
-        places[marginal.index(max(marginal))] += 1
     return places
 
 
@@ -172,15 +183,21 @@ def absorb(centroids: list[Centroid], slots: int, key: Tensor, value: Tensor) ->
 
 
 def lloyd(keys: Tensor, first: Sequence[int], iterations: int = 15) -> list[int]:
-    """The cluster of each key `[n, head_dim]`. Clusters start at the keys `first`; an empty one stays where it is."""
-    centres = [keys[i] for i in first]
+    """The cluster of each key `[n, head_dim]`. Clusters start at the keys `first`; an empty one stays where it is. What
+    the last iteration finds is the result."""
+    return lloyd_from(keys, [keys[i] for i in first], iterations)
+
+
+def lloyd_from(keys: Tensor, centres: Sequence[Tensor], iterations: int = 15) -> list[int]:
+    """`lloyd` from given centres."""
+    centres, members = list(centres), [0] * len(keys)
     for _ in range(iterations):
         members = [nearest(key, centres) for key in keys]
         for c in range(len(centres)):
             of = [i for i, member in enumerate(members) if member == c]
             if of:
                 centres[c] = keys[of].mean(0)
-    return [nearest(key, centres) for key in keys]
+    return members
 
 
 def means(keys: Tensor, values: Tensor, clusters: Sequence[int]) -> list[Centroid]:

@@ -21,7 +21,7 @@ class HeadWeights:
     """The scorer of one KV head. d is head_dim; `width` is 2 d without a memory and 3 d with one.
 
     shift, scale: [2 d]; w1: [hidden, width]; b1, w2: [hidden]; b2: number; log_gamma: number.
-    With a memory: wq [d, 2 d]; input_gate, forget_gate [2 d] and their biases.
+    With a memory: wq [d, 2 d]; input_gate, forget_gate [2 d] and their biases; norm [d], the scale of a head norm.
     """
 
     shift: Tensor
@@ -36,6 +36,7 @@ class HeadWeights:
     input_bias: Tensor | None = None
     forget_gate: Tensor | None = None
     forget_bias: Tensor | None = None
+    norm: Tensor | None = None
 
     def score(self, features: Tensor) -> Tensor:
         """r of one token from [width]."""
@@ -85,6 +86,9 @@ def memory_score(weights: HeadWeights, keys: Tensor, values: Tensor, t: int, win
     d = keys.shape[1]
     inputs, forgets = gates(weights, z)
     read = memory_read(z[:, :d] / d**0.5, z[:, d:], inputs, forgets, weights.wq @ z[t])
+    if weights.norm is not None:
+        centred = read - read.mean()
+        read = centred / torch.sqrt((centred**2).mean() + 1e-5) * weights.norm
     return weights.score(torch.cat((z[t], read)))
 
 
@@ -158,8 +162,11 @@ def decisions(teacher: Tensor, student: Tensor, sinks: int, window: int, pool: i
 
 
 @lru_cache(maxsize=64)
-def random_weights(seed: int, layers: int, kv_heads: int, d: int, memory: bool) -> list[list[HeadWeights]]:
-    """By layer and KV head: scores that spread over tens, decays of every rate. Float32 numbers in float64."""
+def random_weights(
+    seed: int, layers: int, kv_heads: int, d: int, memory: bool, normed: bool = False
+) -> list[list[HeadWeights]]:
+    """By layer and KV head: scores that spread over tens, decays of every rate. Float32 numbers in float64. normed: the
+    memory's answers go through a head norm."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -187,6 +194,7 @@ def random_weights(seed: int, layers: int, kv_heads: int, d: int, memory: bool) 
             b2=draw(),
             log_gamma=torch.empty((), dtype=torch.float64).uniform_(-1e-3, -1e-6, generator=generator).float().double(),
             **remembers,
+            norm=1 + draw(d, scale=0.3) if memory and normed else None,
         )
 
     return [[head() for _ in range(kv_heads)] for _ in range(layers)]
@@ -205,6 +213,8 @@ def tensors(heads: list[HeadWeights]) -> dict[str, Tensor]:
     if heads[0].wq is not None:
         found["wq"] = [_there(head.wq).T for head in heads]
         found["gates"] = [torch.stack([_there(head.input_gate), _there(head.forget_gate)], dim=-1) for head in heads]
+        if heads[0].norm is not None:
+            found["norm"] = [_there(head.norm) for head in heads]
         found["gate_bias"] = [torch.stack([_there(head.input_bias), _there(head.forget_bias)]) for head in heads]
     return {name: torch.stack(parts) for name, parts in found.items()}
 
@@ -215,13 +225,13 @@ def _there(tensor: Tensor | None) -> Tensor:
 
 
 @lru_cache(maxsize=100_000)
-def _priority(rule: KVpop, record: Record, layer: int, kv_head: int, t: int) -> float:
+def _priority(rule: KVpop, record: Record, layer: int, kv_head: int, t: int, delay: int) -> float:
     weights = rule.weights(record)[layer][kv_head]
     keys, values = record.raw_keys[layer][:, kv_head], record.values[layer][:, kv_head]
     if rule.memory:
         # What comes later must not matter, so it is not there.
-        seen = slice(0, t + rule.window)
-        score = memory_score(weights, keys[seen], values[seen], t, rule.window)
+        seen = slice(0, t + delay)
+        score = memory_score(weights, keys[seen], values[seen], t, delay)
     else:
         score = mlp_score(weights, keys, values, t)
     return (score - t * weights.log_gamma).item()
@@ -232,6 +242,7 @@ class KVpop(Rule):
     """Sinks and window stay; of the tokens that have left the window the lowest static priority goes first.
 
     `recent`: the share of the entries that stays as recent where that is more than the window; one is left to choose.
+    `waits_for_recent`: a token is scored as it leaves those, and not as it leaves the window.
     """
 
     memory: bool
@@ -239,6 +250,8 @@ class KVpop(Rule):
     sinks: int = 4
     window: int = 32
     recent: float = 0.0
+    waits_for_recent: bool = False
+    normed: bool = False
 
     token_at_a_time = True
 
@@ -250,9 +263,14 @@ class KVpop(Rule):
     def least_budget(self) -> int:
         return self.sinks + self.window + 1
 
+    @property
+    def needs_a_number(self) -> bool:
+        """A share of the text is refused as a budget: how long a token waits would change while it is read."""
+        return self.memory and self.waits_for_recent and bool(self.recent)
+
     def weights(self, record: Record) -> list[list[HeadWeights]]:
         dense = record.dense
-        return random_weights(self.weights_seed, dense.layers, dense.kv_heads, dense.head_dim, self.memory)
+        return random_weights(self.weights_seed, dense.layers, dense.kv_heads, dense.head_dim, self.memory, self.normed)
 
     def cut(self, record: Record, moment: Moment) -> list[Cut]:
         cuts = []
@@ -265,7 +283,8 @@ class KVpop(Rule):
             if len(held) + 1 <= moment.budget:
                 cuts.append(Cut(list(held)))
                 continue
-            scores = {t: _priority(self, record, moment.layer, kv_head, t) for t in out_of_window}
+            delay = stays if self.waits_for_recent else self.window
+            scores = {t: _priority(self, record, moment.layer, kv_head, t, delay) for t in out_of_window}
             chosen = choose(scores, moment.budget - 1 - len(protected))
             cuts.append(Cut(sorted(chosen.kept + protected), chosen.gap))
         return cuts

@@ -215,15 +215,18 @@ class SnapKV(Rule):
     """What the last `window` queries look at among the held keys, in all heads together that share a kept set, smoothed
     along the positions.
 
-    `decode="reselect"`: when full, cut to budget - i, where i = min(128, budget // 8) and at least 1.
     `decode="append"`: cut to the budget in the prompt, then never again.
+    `decode="reselect"`: when full, cut. With `votes="window"` to budget - i, where i = min(128, budget // 8) and at
+    least 1. With `votes="running"` to budget - 1; behind the prompt, what a query gave an entry counts (1 - 1 / window)
+    ** n when n queries have followed, the votes at the prompt's end among it, and nothing is smoothed.
     """
 
     window: int = 32
     kernel: int = 7
     pool: Literal["max", "avg"] = "max"
     group: Group = "mean"
-    decode: Literal["reselect", "append"] = "reselect"
+    decode: Literal["append", "reselect"] = "append"
+    votes: Literal["running", "window"] = "running"
     shares: Shares = "head"
 
     name = "snapkv"
@@ -233,7 +236,10 @@ class SnapKV(Rule):
             count = moment.budget
             full = [moment.stage == "prompt" and len(held) > count for held in record.held[moment.layer]]
         else:
-            count = moment.budget - max(1, min(128, moment.budget // 8))
+            running = self.votes == "running"
+            count = moment.budget - (1 if running else max(1, min(128, moment.budget // 8)))
+            if running and moment.stage == "prompt":
+                self.remember(record, moment)
             full = [len(held) + 1 > moment.budget for held in record.held[moment.layer]]
         return [
             self.select(record, moment, kv_head, count) if full[kv_head] else Cut(list(held))
@@ -247,15 +253,40 @@ class SnapKV(Rule):
         first_of_window = moment.next_query - self.window
         prefix = [p for p in held if p < first_of_window]
         recent = [p for p in held if p >= first_of_window]
+        if self.decode == "reselect" and self.votes == "running" and moment.stage != "prompt":
+            sharers = record.sharers(self.shares, moment.layer, kv_head)
+            scores = {p: sum(self.running_votes(record, moment, *sharer, p) for sharer in sharers) for p in prefix}
+            chosen = choose(scores, count - len(recent))
+            return Cut(sorted(chosen.kept + recent), chosen.gap)
         total = [0.0] * len(prefix)
         for layer, sharer in record.sharers(self.shares, moment.layer, kv_head):
-            votes = torch.stack([self.votes(record, moment, layer, head, held) for head in record.heads_of(sharer)])
+            votes = torch.stack(
+                [self.window_votes(record, moment, layer, head, held) for head in record.heads_of(sharer)]
+            )
             by_prefix_key = reduce_group(votes, self.group)[: len(prefix)].tolist()
             total = [one + other for one, other in zip(total, by_prefix_key, strict=True)]
         chosen = choose(dict(zip(prefix, self.smooth(total), strict=True)), count - len(recent))
         return Cut(sorted(chosen.kept + recent), chosen.gap)
 
-    def votes(self, record: Record, moment: Moment, layer: int, head: int, held: list[int]) -> Tensor:
+    def remember(self, record: Record, moment: Moment) -> None:
+        """Note what the window gives each entry of this layer at the end of a part of the prompt."""
+        for kv_head, held in enumerate(record.held[moment.layer]):
+            heads = record.heads_of(kv_head)
+            votes = torch.stack([self.window_votes(record, moment, moment.layer, head, held) for head in heads])
+            by_position = dict(zip(held, reduce_group(votes, self.group).tolist(), strict=True))
+            record.noted[moment.layer, kv_head] = moment.next_query, by_position
+
+    def running_votes(self, record: Record, moment: Moment, layer: int, kv_head: int, position: int) -> float:
+        """What one KV head has given an entry: at the prompt's end, and by each query since."""
+        end, at_end = record.noted[layer, kv_head]
+        left, last = 1 - 1 / self.window, moment.next_query - 1
+        total = at_end.get(position, 0.0) * left ** (last + 1 - end)
+        for query in range(end, moment.next_query):
+            given = record.probs[layer][record.heads_of(kv_head), query, position]
+            total += reduce_group(given, self.group).item() * left ** (last - query)
+        return total
+
+    def window_votes(self, record: Record, moment: Moment, layer: int, head: int, held: list[int]) -> Tensor:
         """[held]: the probability that each held key receives from one head's window queries, summed."""
         total = torch.zeros(len(held), dtype=torch.float64)
         for query in range(max(0, moment.next_query - self.window), moment.next_query):

@@ -43,6 +43,7 @@ class Record:
     raw_queries, raw_keys: before RoPE; queries, keys: after it, at the true positions.
     All of these and values: [tokens, heads, head_dim].
     probs: [heads, query, key], zero where a query did not look. held: per KV head, ascending positions.
+    noted: per KV head, a number by position that a rule has noted, and the position of the query that came next.
     """
 
     def __init__(self, dense: DenseModel, length: int) -> None:
@@ -57,6 +58,7 @@ class Record:
         self.values = blank(length, dense.kv_heads, dense.head_dim)
         self.probs = blank(dense.heads, length, length)
         self.held: list[list[list[int]]] = [[[] for _ in range(dense.kv_heads)] for _ in range(dense.layers)]
+        self.noted: dict[Head, tuple[int, dict[int, float]]] = {}
 
     def heads_of(self, kv_head: int) -> list[int]:
         """The query heads that share a KV head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -261,6 +262,8 @@ def test_h2o_adds_up_over_forwards():
 
 # snapkv -------------------------------------------------------------------------------------------
 
+HELD_WINDOW: dict[str, Any] = {"decode": "reselect", "votes": "window"}
+
 
 @pytest.mark.parametrize("pool", ["max", "avg"])
 @pytest.mark.parametrize("group", ["mean", "max", "sum"])
@@ -269,7 +272,7 @@ def test_snapkv_at_the_end_of_the_prompt(pool, group, kernel):
     model = tiny_model("llama", 9, 2, 2, 3)
     tokens, window, budget = random_tokens(40), 5, 17
     probs = dense_forward(model, tokens).probs
-    trace = simulate(model, SnapKV(window, kernel, pool, group), tokens, 0, budget)
+    trace = simulate(model, SnapKV(window, kernel, pool, group, "reselect", "window"), tokens, 0, budget)
     appended = simulate(model, SnapKV(window, kernel, pool, group, "append"), tokens, 0, budget)
     for layer in range(2):
         for kv_head in range(2):
@@ -288,7 +291,7 @@ def test_snapkv_at_the_end_of_the_prompt(pool, group, kernel):
 
 def test_snapkv_reselects_when_full():
     budget = 24  # i = 3
-    trace = simulate(tiny_model("llama", 9), SnapKV(window=4, kernel=3), random_tokens(40), 12, budget)
+    trace = simulate(tiny_model("llama", 9), SnapKV(4, 3, **HELD_WINDOW), random_tokens(40), 12, budget)
     sizes = [len(per_head(trace, seen)[0]) for seen in range(40, 53)]
     assert sizes == [21, 22, 23, 21, 22, 23, 21, 22, 23, 21, 22, 23, 21]
     assert [trace.occupancy(q)[0, 0] for q in range(40, 47)] == [22, 23, 24, 22, 23, 24, 22]
@@ -301,7 +304,7 @@ def test_snapkv_reselects_when_full():
 def test_snapkv_leaves_an_eighth_free_and_at_most_128(budget, kept):
     trace = simulate(
         tiny_model("llama", 9, 1, 1, 1),
-        SnapKV(window=2, kernel=3),
+        SnapKV(2, 3, **HELD_WINDOW),
         random_tokens(budget),
         0,
         budget,
@@ -313,7 +316,7 @@ def test_snapkv_leaves_an_eighth_free_and_at_most_128(budget, kept):
 def test_snapkv_reselection_by_hand():
     """At 43 seen: the last four queries over the 24 keys then held, the denominators of those alone."""
     model = tiny_model("llama", 9)
-    rule = SnapKV(window=4, kernel=3)
+    rule = SnapKV(4, 3, **HELD_WINDOW)
     trace = simulate(model, rule, random_tokens(40), 3, 24)
     record = trace.record
     for (layer, kv_head), kept in trace.kept[43].items():
@@ -338,14 +341,14 @@ def test_snapkv_append_never_cuts_again():
 
 
 def test_snapkv_with_a_window_over_the_budget_keeps_the_last():
-    trace = simulate(tiny_model("llama", 9), SnapKV(), random_tokens(40), 4, 10)
+    trace = simulate(tiny_model("llama", 9), SnapKV(**HELD_WINDOW), random_tokens(40), 4, 10)
     assert per_head(trace, 40) == [list(range(31, 40))] * 4
-    trace = simulate(tiny_model("llama", 9), SnapKV(), random_tokens(5), 4, 1)
+    trace = simulate(tiny_model("llama", 9), SnapKV(**HELD_WINDOW), random_tokens(5), 4, 1)
     assert per_head(trace, 5) == [[]] * 4
 
 
 def test_snapkv_with_a_prompt_shorter_than_the_window():
-    trace = simulate(tiny_model("llama", 9), SnapKV(window=8, kernel=3), random_tokens(3), 20, 12)
+    trace = simulate(tiny_model("llama", 9), SnapKV(8, 3, **HELD_WINDOW), random_tokens(3), 20, 12)
     assert trace.occupancy(11)[0, 0] == 12
     assert [len(kept) for kept in per_head(trace, 12)] == [11] * 4
     assert {tuple(kept[-8:]) for kept in per_head(trace, 12)} == {tuple(range(4, 12))}
@@ -354,13 +357,13 @@ def test_snapkv_with_a_prompt_shorter_than_the_window():
 
 def test_snapkv_window_reaches_over_the_border():
     """A question of two tokens: the window still holds eight queries, six of them from the context."""
-    trace = simulate(tiny_model("llama", 9), SnapKV(window=8, kernel=1), random_tokens(32), 0, 20, border=30)
+    trace = simulate(tiny_model("llama", 9), SnapKV(8, 1, **HELD_WINDOW), random_tokens(32), 0, 20, border=30)
     record = trace.record
     for (layer, kv_head), kept in trace.kept[32].items():
         held = [*trace.kept[30][layer, kv_head], 30, 31]
         if len(held) + 1 <= 20:
             assert kept == held
-    tight = simulate(tiny_model("llama", 9), SnapKV(window=8, kernel=1), random_tokens(36), 0, 20, border=30)
+    tight = simulate(tiny_model("llama", 9), SnapKV(8, 1, **HELD_WINDOW), random_tokens(36), 0, 20, border=30)
     record = tight.record
     for (layer, kv_head), kept in tight.kept[36].items():
         held = [*tight.kept[30][layer, kv_head], *range(30, 36)]
@@ -373,6 +376,37 @@ def test_snapkv_window_reaches_over_the_border():
                     votes[p] += prob / 2
         best = sorted((p for p in held if p < 28), key=lambda p: (-votes[p], p))[: 18 - 8]
         assert kept == sorted(best) + list(range(28, 36))
+
+
+@pytest.mark.parametrize("budget", [9, 24])
+def test_snapkv_with_running_votes_is_full_at_every_step(budget):
+    trace = simulate(tiny_model("llama", 9), SnapKV(4, 3, decode="reselect"), random_tokens(40), 12, budget)
+    assert [len(per_head(trace, seen)[0]) for seen in range(40, 53)] == [budget - 1] * 13
+    assert {trace.occupancy(q)[0, 0] for q in range(40, 52)} == {budget}
+    for seen in range(40, 53):
+        for kept in per_head(trace, seen):
+            assert kept[-4:] == list(range(seen - 4, seen))
+
+
+def test_snapkv_s_running_votes_by_hand():
+    """The prompt is cut as published; then each query's row is added to three quarters of what there was."""
+    tokens, budget = random_tokens(40), 24
+    model, rule = tiny_model("llama", 9), SnapKV(4, 3, decode="reselect")
+    trace = simulate(model, rule, tokens, 6, budget)
+    published = simulate(model, SnapKV(4, 3), tokens, 0, budget - 1)
+    assert trace.kept[40] == published.kept[40]
+    probs = dense_forward(model, tokens).probs
+    for (layer, kv_head), first in trace.kept[40].items():
+        heads = trace.record.heads_of(kv_head)
+        given = probs[layer][heads, -4:].sum(1).mean(0)
+        votes = {p: given[p].item() for p in first}
+        for seen in range(41, 47):
+            votes = {p: 0.75 * vote for p, vote in votes.items()} | {seen - 1: 0.0}
+            for p in votes:
+                votes[p] += trace.record.probs[layer][heads, seen - 1, p].mean().item()
+            if len(votes) >= budget:
+                del votes[min((p for p in votes if p < seen - 4), key=lambda p: (votes[p], -p))]
+            assert sorted(votes) == trace.kept[seen][layer, kv_head]
 
 
 def smoothed(values: Sequence[float], **setting: object) -> list[float]:

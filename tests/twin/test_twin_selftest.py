@@ -46,7 +46,7 @@ def rule_named(name: str) -> Rule:
         "streaming_llm": StreamingLLM(),
         "tova": TOVA(),
         "h2o": H2O(),
-        "snapkv": SnapKV(window=4, kernel=3),
+        "snapkv": SnapKV(window=4, kernel=3, decode="reselect"),
         "kvpop": KVpop(memory=True, sinks=2, window=4),
         "kvpop_mlp": KVpop(memory=False, sinks=2, window=4),
     }[name]
@@ -299,5 +299,5 @@ def test_a_share_is_of_the_context_when_the_question_is_unseen(name):
 def test_charged_state_comes_out_of_the_budget():
     assert Budget(0.5, 100, charged=10).at(1) == 40
     model = tiny_model("llama", 2)
-    charged = simulate(model, SnapKV(window=4, kernel=3), random_tokens(30), 4, 20, charged=4)
-    assert charged.kept == simulate(model, SnapKV(window=4, kernel=3), random_tokens(30), 4, 16).kept
+    charged = simulate(model, SnapKV(4, 3, decode="reselect"), random_tokens(30), 4, 20, charged=4)
+    assert charged.kept == simulate(model, SnapKV(4, 3, decode="reselect"), random_tokens(30), 4, 16).kept

@@ -1,7 +1,8 @@
-"""HeadBudgetCache: the entries of a head compete in a pool whose size is set at the end of the prompt.
+"""HeadBudgetCache: the entries of a head compete in a pool whose size is set for each prompt.
 
-Until then a row's prompt lies plain (`prompt`): whole or, where it is bounded, as much of it as the next query sees. At
-its last query each layer's pool is divided among its heads, and the entries come into pages. From then on one entry in
+Until then a row's prompt lies plain (`prompt`): whole or, where it is bounded, as much of it as the next query sees.
+Each layer's budget is divided among its heads: before the layer attends to the prompt, or at its last query. At the end
+the entries come into pages. From then on one entry in
 is one out, in every head (`competition`), and what leaves joins its head's centroids (`centroids`).
 """
 
@@ -105,6 +106,13 @@ class HeadBudgetCache(PagedCache):
         for row in self.rows:
             self.policy.check_entries(self.budget.at(row.prompt, row.prompt), self.shape)
             row.budget = RowBudget.of(self.policy, self.budget, self.mode, row.prompt)
+        for row, count in zip(self.rows, plan.counts, strict=True):
+            if row.budget is not None and row.budget.divided and 0 < count < row.prompt:
+                raise UserError(
+                    f"{self.policy.name} divides a layer's budget among its heads before the layer attends to the "
+                    f"prompt, which takes the prompt's {row.prompt} tokens in one forward pass, and not {count} of "
+                    "them. Give the prompt whole, or take prefill='bounded' or 'dense'."
+                )
 
     def open_decode(self, plan: ForwardPlan, keys: Tensor) -> None:
         """Check the guard, and find the slots of all layers' new entries."""
@@ -162,6 +170,7 @@ class HeadBudgetCache(PagedCache):
             own["positions"] = positions[index, new].expand(self.shape.kv_heads, -1)
             output[index, :, new] = read_chunk(
                 self.policy,
+                layer.index,
                 prompt,
                 budget,
                 query[index, :, new],

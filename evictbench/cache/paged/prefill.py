@@ -1,4 +1,4 @@
-"""Reading a prompt under a `HeadBudgetPolicy`: chunk by chunk, then the cut at its end, which makes pages."""
+"""Reading a prompt under a `HeadBudgetPolicy`: whole or chunk by chunk, then the cut at its end, which makes pages."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 def read_chunk(
     policy: HeadBudgetPolicy,
+    layer: int,
     prompt: Prompt,
     budget: RowBudget,
     query: Tensor,
@@ -41,16 +42,23 @@ def read_chunk(
     of the first new token. ends: the prompt ends with the last one.
     """
     count = query.shape[1]
+    states = [name for name in entries if name not in ("keys", "values", "positions")]
     expiry = torch.full_like(entries["positions"], NEVER)
     prompt.append({**entries, "expiry": expiry}, 0 if budget.bounded else budget.prompt)
+    if ends:
+        clock.lap(POLICY, query.device)
+        prompt.mass = last_mass(prompt, query[:, -1:], scaling)
+        clock.lap(SIGNALS, query.device)
+    if budget.divided:
+        prompt.places = _divide(policy, layer, prompt, budget, states)
     hidden = budget.hidden(first) - budget.dropped(first)
     index = prompt.visible(first, prompt.length - hidden)
-    expires = budget.hidden(first + count) > budget.hidden(first)
+    expires = budget.divided or budget.hidden(first + count) > budget.hidden(first)
     if expires:
-        names = [name for name in entries if name not in ("keys", "values", "positions")]
-        state = {name: select(prompt.held(name), index) for name in names}
+        state = {name: select(prompt.held(name), index) for name in states}
         positions = select(prompt.held("positions"), index)
-        chunk = PrefillChunk(state, positions, first, count, budget.capacity)
+        capacity = budget.capacity if prompt.places is None else prompt.places
+        chunk = PrefillChunk(state, positions, first, count, capacity)
         expiry = policy.evicted_in_chunk(chunk).to(torch.int32)
         held = prompt.held("expiry")
         if index is None:
@@ -60,10 +68,31 @@ def read_chunk(
     clock.lap(POLICY, query.device)
     output = attend_prompt(prompt, index, query, first, scaling, expires)
     clock.lap(ATTENTION, query.device)
-    if ends:
-        prompt.mass = last_mass(prompt, query[:, -1:], scaling)
-        clock.lap(SIGNALS, query.device)
     return output
+
+
+def _divide(policy: HeadBudgetPolicy, layer: int, prompt: Prompt, budget: RowBudget, states: Sequence[str]) -> Tensor:
+    """The places of each head, `[kv_heads]` int64, from all that is stored and the prompt's last query."""
+    assert prompt.mass is not None
+    positions = prompt.held("positions")
+    age = policy.ranking_query(budget.prompt) - positions
+    scores = policy.score_at({name: prompt.held(name) for name in states}, age)
+    division = HeadBudgets(
+        layer,
+        prompt.mass,
+        scores,
+        _competes(policy, prompt, budget),
+        budget.places,
+        budget.centroids,
+        budget.over_budget,
+    )
+    return policy.head_budgets(division).to(scores.device)
+
+
+def _competes(policy: HeadBudgetPolicy, prompt: Prompt, budget: RowBudget) -> Tensor:
+    """The entries that are not protected from the prompt's last query on, `[kv_heads, slots]` bool."""
+    positions = prompt.held("positions")
+    return (positions >= policy.sinks) & (positions < budget.prompt - int(policy.recent(budget.entries)))
 
 
 def drop_hidden(policy: HeadBudgetPolicy, prompts: Sequence[Prompt], dropped: int, query: int, centroids: int) -> None:
@@ -118,7 +147,8 @@ def move_into_pages(
     budgets: Sequence[RowBudget],
     states: Sequence[str],
 ) -> None:
-    """At the end of prompts: divide a layer's pool among its heads, and move what stays into pages.
+    """At the end of prompts: divide a layer's budget among its heads, if that is not done, and move what stays into
+    pages.
 
     owners: the owners of each row. budgets: one a row. states: names of the policy's slot tensors.
     """
@@ -136,12 +166,10 @@ def _cut(
 ) -> Cut:
     if prompt is None:
         return Cut(torch.full((heads,), budget.capacity), budget.centroids, None)
-    assert prompt.mass is not None
-    last, positions = budget.prompt - 1, prompt.held("positions")
-    competes = (positions >= policy.sinks) & (positions <= last - int(policy.recent(budget.entries)))
-    scores = policy.score_at({name: prompt.held(name) for name in states}, last - positions)
-    head_budgets = HeadBudgets(layer, prompt.mass, scores, competes, budget.capacity, budget.over_budget)
-    capacity = policy.head_budgets(head_budgets).to(scores.device)
+    positions, competes = prompt.held("positions"), _competes(policy, prompt, budget)
+    places = _divide(policy, layer, prompt, budget, states) if prompt.places is None else prompt.places
+    capacity = places - budget.centroids
+    scores = policy.score_at({name: prompt.held(name) for name in states}, budget.prompt - 1 - positions)
     rank = rank_by_score(scores.masked_fill(~competes, -torch.inf), positions)
     return Cut(capacity, budget.centroids, ~competes | (rank < capacity[:, None]))
 

@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from evictbench.cache.paged.centroids import Means
 
 
+QUERIES_AT_ONCE = 512
+"""Queries that attend together under a mask, which has a number for each of them and each slot."""
+
+
 class Prompt:
     """The entries of one row in one layer.
 
     buffers: `[kv_heads, capacity, ...]` by name: "keys", "values", "positions", "expiry" (the first query position that
     may not see an entry) and the policy's slot tensors. The first `length` slots are filled.
     mass: `[kv_heads, length]`, the softmax of the prompt's last query over all of them, mean over a head's group.
+    places: `[kv_heads]` int64, what each head has beside protected entries, once that is divided.
     means: the centroids of what has been dropped.
     """
 
@@ -36,6 +41,7 @@ class Prompt:
         self.buffers: dict[str, Tensor] = {}
         self.length = 0
         self.mass: Tensor | None = None
+        self.places: Tensor | None = None
         self.means: Means | None = None
 
     def nbytes(self) -> int:
@@ -111,12 +117,18 @@ def attend_prompt(
     if not expires and slots == new:
         output = F.scaled_dot_product_attention(grouped, keys, values, is_causal=True, scale=scaling)
         return output.flatten(0, 1)
-    causal = torch.ones((new, slots), dtype=torch.bool, device=query.device).tril(slots - new)
-    mask = causal[None, None]
-    if expires:
-        at = torch.arange(first, first + new, dtype=torch.int32, device=query.device)
-        mask = mask & (select(prompt.held("expiry"), index)[:, None, None] > at[:, None])
-    output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+    expiry = select(prompt.held("expiry"), index)[:, None, None] if expires else None
+    output = torch.empty_like(grouped)
+    for start in range(0, new, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, new)
+        until = slots - new + stop
+        mask = torch.ones((stop - start, until), dtype=torch.bool, device=query.device).tril(until - (stop - start))
+        mask = mask[None, None]
+        if expiry is not None:
+            at = torch.arange(first + start, first + stop, dtype=torch.int32, device=query.device)
+            mask = mask & (expiry[..., :until] > at[:, None])
+        part = grouped[:, :, start:stop], keys[:, :, :until], values[:, :, :until]
+        output[:, :, start:stop] = F.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
     return output.flatten(0, 1)
 
 

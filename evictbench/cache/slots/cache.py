@@ -221,6 +221,7 @@ class SlotCache(KVCache):
             query_positions=plan.query_positions(keys.device),
             budgets=plan.budgets(keys.device),
             steady=plan.steady,
+            budget=plan.common_budget,
             signals=Signals(self.policy.signals),
             shared=shared,
             carried=self._carried,
@@ -261,7 +262,7 @@ class SlotCache(KVCache):
         super().close(plan)
         if self.prompt_done:
             for layer in self.evicting:
-                layer.end_prompt(keep_queries=self.policy.enforces_budget)
+                layer.end_prompt(keep_queries=self.policy.window_in_decode)
         if self.shift is not None:
             self.shift.end()
         self.eviction.reset()

@@ -56,7 +56,7 @@ class LayerAttention:
             self.bias = additive(~masked, step.keys.dtype) if bias is None else bias.masked_fill(masked, -torch.inf)
         sinks = self._sink_queries()
         self.clock.lap(POLICY, device)
-        if "window_probs" in wanted and (self.policy.enforces_budget or not plan.decodes):
+        if "window_probs" in wanted and (self.policy.window_in_decode or not plan.decodes):
             self.layer.remember_queries(query, self.policy.window)
             self.clock.lap(SIGNALS, device)
             signals.window_probs = self.clock.timed(self.window_probs, device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from training_on_tiny_model import batch, reinforced, text
 
 from evictbench.cache import attention
+from evictbench.errors import UserError
 from evictbench.policies.distillcache.reinforce import returns
 from evictbench.policies.distillcache.rollout import Choice, Decision, Episode
 from evictbench.policies.distillcache.subset import gumbel_top
@@ -141,6 +142,65 @@ def test_normalised_advantages() -> None:
     learner = reinforced(entropy=0.0, normalise=True)
     first = learner.surrogate(episode)[0]
     torch.testing.assert_close(learner.surrogate(replace(episode, kl=episode.kl * 10))[0], first, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bonus_per_evicted_entry() -> None:
+    """A choice that evicts one is rewarded as before, one that evicts six a sixth as much."""
+    for choice, evicted in (((5, 4, 0), 1), ((9, 3, 0), 6)):
+        episode = replace(episode_of([choice], 3), kl=torch.zeros(3, 4))
+        slopes = []
+        for bonus in ("sum", "mean"):
+            learner = reinforced(samples=3, entropy=0.4, bonus=bonus)
+            slopes.append(gradient(learner.surrogate(episode)[0], learner))
+        torch.testing.assert_close(slopes[1] * evicted, slopes[0], rtol=1e-4, atol=1e-6)
+        assert slopes[0].abs().max() > 1e-3
+
+
+def test_the_reward_of_later_attention_against_loops() -> None:
+    """Of the attention of the next 8 tokens, what falls on the entries that stay, of what falls on those held."""
+    learner = reinforced(samples=3, entropy=0.0, reward="attention")
+    sizes = [(9, 3, 0), (9, 4, 2)]
+    attention = torch.rand(12, 20, generator=torch.Generator().manual_seed(3))
+    episode = replace(episode_of(sizes, 3, steps=12), attention=attention)
+    found, _ = learner.surrogate(episode)
+    expected = torch.zeros(())
+    logs = learner.log_probabilities(episode.decisions)
+    for number, decision in enumerate(episode.decisions):
+        first, places = decision.choice.first, decision.choice.positions.expand(3, -1)
+        worth = []
+        for row in range(3):
+            later = [float(attention[first : first + 8, place].sum()) for place in places[row].tolist()]
+            stays = decision.chosen[row].tolist()
+            worth.append(sum(one for one, kept in zip(later, stays, strict=True) if kept) / sum(later))
+        for row in range(3):
+            others = sum(worth[other] for other in range(3) if other != row) / 2
+            expected = expected - logs[row, number] * (worth[row] - others) / 3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert found.abs() > 1e-3
+
+
+def test_features_that_are_not_used_say_nothing(model: Any) -> None:
+    """Their weights are 0 after training as before it, and whatever they are, the scores stay."""
+    learner = reinforced(model, features="alpha+entropy")
+    optimiser = torch.optim.AdamW(learner.parameters(), lr=1e-2, weight_decay=1e-2)
+    for seed in range(2):
+        optimiser.zero_grad()
+        learner.loss(batch(model, seed=seed)).total.backward()
+        optimiser.step()
+    weight = learner.export()["layers.0.weight"]
+    assert (weight.abs().amax(0) > 0).tolist() == [True, False, False, True, False]
+    features = torch.rand(7, 5, generator=torch.Generator().manual_seed(0))
+    other = features.clone()
+    other[:, [1, 2, 4]] = 0.9
+    torch.testing.assert_close(learner.ranker(other), learner.ranker(features))
+    other[:, 3] = 0.9
+    assert not torch.allclose(learner.ranker(other), learner.ranker(features))
+
+
+@pytest.mark.parametrize("features", ["alpha+", "alpha+alpha", "attention", ""])
+def test_unknown_features_are_a_sentence(features: str) -> None:
+    with pytest.raises(UserError, match="name some, each once, joined by plus signs"):
+        reinforced(features=features)
 
 
 def test_returns() -> None:

@@ -91,8 +91,9 @@ def test_soft_mask_against_loops(model: Any) -> None:
             torch.testing.assert_close(output[0, head, i], weights @ value[0, head // 2, : i + 1])
 
 
-def test_decisions_are_the_next_tokens_with_noise_over_temperature(model: Any) -> None:
-    learner = make(model, trained=True, temperature=0.5)
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_decisions_are_the_next_tokens_with_noise_over_temperature(model: Any, scale: float) -> None:
+    learner = make(model, trained=True, temperature=0.5, noise=scale)
     hidden = torch.randn(1, LENGTH, 64, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     soft, share = learner.decisions(1, hidden, seed=11)
     soft, z, drawn = soft.detach(), learner.folded().logits(1, hidden), noise(11, 1, soft)
@@ -100,7 +101,9 @@ def test_decisions_are_the_next_tokens_with_noise_over_temperature(model: Any) -
         closed = []
         for t in range(LENGTH):
             governs = float(z[0, head, t + 1]) if t + 1 < LENGTH else 0.0
-            assert float(soft[0, head, t]) == pytest.approx((governs + float(drawn[0, head, t])) / 0.5, abs=1e-6)
+            assert float(soft[0, head, t]) == pytest.approx(
+                (governs + scale * float(drawn[0, head, t])) / 0.5, abs=1e-6
+            )
             if t >= SINKS and any(i - t > WINDOW for i in range(LENGTH)):
                 closed.append(float(soft[0, head, t]) > 0)
         assert 0 < sum(closed) < len(closed)
@@ -352,6 +355,6 @@ def test_the_table_can_fail(model: Any) -> None:
 def test_texts_within_the_window_and_impossible_recipes_are_refused(model: Any) -> None:
     with pytest.raises(UserError, match="more than 8 tokens"):
         make(model).loss(batch(model, text=tokens(length=SINKS + WINDOW + 1)))
-    for wrong in ({"ratio": 0.5}, {"ramp": 0.0}, {"ramp": 1.5}, {"temperature": 0.0}, {"sinks": -1}):
+    for wrong in ({"ratio": 0.5}, {"ramp": 0.0}, {"ramp": 1.5}, {"temperature": 0.0}, {"noise": 0}, {"sinks": -1}):
         with pytest.raises(UserError, match="DMS trains"):
             Recipe(**wrong)  # type: ignore[arg-type]

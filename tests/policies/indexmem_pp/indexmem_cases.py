@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Case:
-    """`context` tokens are read in parts of `chunk` and compressed; `question` tokens in one; the rest one by one."""
+    """`context` tokens are read in parts of `chunk`, or whole where that is needed, and compressed; `question` tokens
+    in one; the rest one by one."""
 
     rules: Rules
     kind: Literal["llama", "qwen3"]
@@ -45,7 +47,8 @@ class Case:
     @property
     def parts(self) -> list[tuple[int, int]]:
         """Where forward passes begin and end."""
-        borders = [*range(0, self.context, self.chunk), self.context, self.context + self.question]
+        step = self.context if self.rules.divides_first else self.chunk
+        borders = [*range(0, self.context, step), self.context, self.context + self.question]
         borders = sorted({*borders, *range(self.context + self.question, self.length), self.length})
         return list(itertools.pairwise(borders))
 
@@ -66,9 +69,9 @@ class Case:
         return scores, -2048.0 * falls
 
 
-def first_ones(layer: int, kv_head: int, evicted: int) -> list[int]:
-    """Where clusters start, the same in the policy under test."""
-    return list(range(evicted))
+def first_ones(layer: int, kv_head: int, evicted: Sequence[int]) -> Sequence[int]:
+    """Where clusters start: at the first entries."""
+    return evicted
 
 
 def told(case: Case, run: type[Run] = Run, starts: Starts = first_ones) -> Told:
@@ -88,6 +91,7 @@ def told(case: Case, run: type[Run] = Run, starts: Starts = first_ones) -> Told:
 def cases(
     draw: st.DrawFn,
     prefill: tuple[Any, ...] = ("native", "dense", "bounded"),
+    prompt: tuple[Any, ...] = ("divided", "divided", "equal_share"),
     centroids: tuple[int, ...] = (0, 1, 3),
     question: int = 8,
     scores: tuple[Any, ...] = ("spread", "ties", "equal", "one_flat"),
@@ -112,7 +116,8 @@ def cases(
         budgets=draw(st.sampled_from(["mass", "uniform"])),
         floor=draw(st.sampled_from([None, 0, 1, 2])),
         prefill=draw(st.sampled_from(prefill)),
-        deadlines=draw(st.sampled_from(["exact", "exact", "chunk_middle"])) if approximate else "exact",
+        prompt=draw(st.sampled_from(prompt)),
+        deadlines=draw(st.sampled_from([None, None, "exact", "middle"])) if approximate else None,
     )
     return Case(
         rules=rules,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from evictbench.cache.paged.head_budget import HeadBudgetCache
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.centroids import starts
 from evictbench.policy import NewEntries
-from twin.indexmem_pp_run import Run, Told
+from twin.indexmem_pp_run import Run, Starts, Told
 
 
 class ToldScores(IndexMem):  # type: ignore[misc, unused-ignore]
@@ -39,6 +39,7 @@ def policy_of(case: Case, cls: type[ToldScores] = ToldScores) -> ToldScores:
         centroids=rules.centroids,
         budgets=rules.budgets,
         floor=rules.floor,
+        prompt=rules.prompt,
         deadlines=rules.deadlines,
     )
     return cls(config, *case.scores_and_rates())
@@ -68,9 +69,9 @@ def counts(cache: HeadBudgetCache, layer: int, head: int, row: int = 0) -> list[
     return [int(count) for count in found[found > 0]]
 
 
-def first_clusters(case: Case) -> Callable[[int, int, int], list[int]]:
+def first_clusters(case: Case) -> Starts:
     """Where the policy's clusters start."""
-    return lambda layer, kv_head, evicted: starts(evicted, case.rules.slots).tolist()
+    return lambda layer, kv_head, evicted: [evicted[i] for i in starts(len(evicted), case.rules.slots).tolist()]
 
 
 def twin_of(case: Case, run: type[Run] = Run) -> Told:

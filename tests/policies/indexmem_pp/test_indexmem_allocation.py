@@ -15,7 +15,7 @@ from evictbench.errors import UserError
 from evictbench.policies.indexmem_pp import allocation
 from evictbench.policies.indexmem_pp.allocation import read_table
 from evictbench.policy import ModelShape
-from twin.indexmem_pp import by_common_mass, fill_by_mass
+from twin.indexmem_pp import divide_by_mass, fill_by_mass
 
 Allocate = Callable[..., Tensor]
 
@@ -79,10 +79,13 @@ def test_it_is_one_mass_that_all_retain(
     heads: int, slots: int, seed: int, spread: float, share: float, floor: int
 ) -> None:
     masses, pinned = lists(*some(heads, slots, seed, spread))
+    least = min(map(len, masses))
     total = int(share * sum(map(len, masses)))
-    floors = [min(floor, total // heads)] * heads
-    assume(total > 0)
-    assert by_common_mass(masses, pinned, total, floors) == fill_by_mass(masses, pinned, total, floors)
+    # As where a prompt is divided: every head has its share and one entry more to choose from.
+    floor = min(floor, total // heads, least - 1)
+    assume(least > 0)
+    assume(total - floor * heads > heads)
+    assert divide_by_mass(masses, pinned, total, floor) == fill_by_mass(masses, pinned, total, [floor + 1] * heads)
 
 
 @examples(50)
@@ -124,13 +127,15 @@ def test_nothing_to_divide_is_uniform() -> None:
 
 
 def test_tables() -> None:
-    assert table_budgets(torch.tensor([1.0, 3.0]), total=8, floor=0).tolist() == [2, 6]
-    assert table_budgets(torch.tensor([1.0, 3.0]), total=8, floor=3).tolist() == [4, 4]
-    for total in range(20):
-        for floor in (0, 1, 4):
-            found = table_budgets(torch.tensor([0.2, 0.3, 0.5]), total=total, floor=floor)
-            assert int(found.sum()) == total
-            assert int(found.min()) >= min(floor, total // 3)
+    # A table of budgets is taken as it stands, and one of another sum in proportion.
+    for table in ([26.0, 54.0], [13.0, 27.0]):
+        assert table_budgets(torch.tensor(table), places=30, protected=10, floor=0).tolist() == [16, 44]
+    assert table_budgets(torch.tensor([12.0, 68.0]), places=30, protected=10, floor=6).tolist() == [6, 54]
+    for places in range(1, 20):
+        for floor in range(min(places, 5)):
+            found = table_budgets(torch.tensor([0.2, 0.3, 0.5]), places=places, protected=7, floor=floor)
+            assert int(found.sum()) == 3 * places
+            assert int(found.min()) >= floor
     shape = ModelShape(layers=2, heads=4, kv_heads=2, head_dim=16)
     assert read_table([[1, 2], [3, 4]], shape, "here").shape == (2, 2)
     for wrong in ([[1, 2]], [[1, -2], [3, 4]], [[0, 0], [1, 1]], "words"):
@@ -144,7 +149,8 @@ def uniform(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: in
 
 def by_share(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:
     """Places in proportion to the mass that competes."""
-    return table_budgets((mass * ~kept).sum(-1), total=total, floor=floor)
+    share = (mass * ~kept).sum(-1)
+    return (share / share.sum().clamp(min=1e-9) * total).long()
 
 
 def nothing_pinned(mass: Tensor, scores: Tensor, kept: Tensor, *, total: int, floor: int) -> Tensor:

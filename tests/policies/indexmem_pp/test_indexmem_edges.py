@@ -87,13 +87,14 @@ class OneKeepsAll(ToldScores):
     """The first head keeps all it can, the second has what is left."""
 
     def head_budgets(self, budgets: HeadBudgets) -> Tensor:
-        all_there_is = int(budgets.competes[0].sum())
-        return torch.tensor([all_there_is, 2 * budgets.capacity - all_there_is])
+        all_there_is = int(budgets.competes[0].sum()) + budgets.centroids
+        return torch.tensor([all_there_is, 2 * budgets.places - all_there_is])
 
 
 class OneKeepsAllToo(Run):
-    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
-        return [len(masses[0]), 2 * self.rules.places - len(masses[0])]
+    def allocate(self, layer: int, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        all_there_is = len(masses[0]) + self.rules.slots
+        return [all_there_is, 2 * self.rules.share - all_there_is]
 
 
 @pytest.mark.parametrize("centroids", [0, 3])
@@ -141,8 +142,8 @@ def test_impossible_budgets_are_refused() -> None:
 class TooMuch(ToldScores):
     def head_budgets(self, budgets: HeadBudgets) -> Tensor:
         """One more than there are in every layer but the first, whose division the engine checks."""
-        capacity: Tensor = super().head_budgets(budgets)
-        return capacity + 2 * (budgets.layer > 0)
+        shares: Tensor = super().head_budgets(budgets)
+        return shares + 2 * (budgets.layer > 0)
 
 
 @pytest.mark.parametrize("centroids", [0, 2])
@@ -155,11 +156,11 @@ def test_shares_of_a_table() -> None:
     case = plain(budget=16, centroids=2)
     policy = policy_of(case)
     policy.config = replace(policy.config, budgets="table", floor=1)
-    policy._table = torch.tensor([[1.0, 3.0], [1.0, 0.0]])
+    policy._table = torch.tensor([[13.0, 19.0], [1.0, 0.0]])
     cache = cache_of(case, policy)
     for begin, end in case.parts:
         forward(case.model(), cache, case.tokens[begin:end])
-    for layer, places in enumerate(([5, 11], [15, 1])):
+    for layer, places in enumerate(([5, 11], [16, 0])):
         held = [len(kept(cache, layer, head)) for head in range(2)]
         # The next query's own entry is one of the window's four.
         assert held == [2 + 3 + count for count in places]

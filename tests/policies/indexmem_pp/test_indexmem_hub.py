@@ -151,6 +151,12 @@ def without(payload: dict[str, Any], *names: str) -> dict[str, Any]:
     return payload | {"indexer": {name: t for name, t in payload["indexer"].items() if not name.endswith(names)}}
 
 
+def config_without(*names: str) -> dict[str, Any]:
+    payload = converted()
+    scorer = {name: value for name, value in payload["scorer_config"].items() if name not in names}
+    return payload | {"scorer_config": scorer}
+
+
 def having(payload: dict[str, Any], **more: Tensor) -> dict[str, Any]:
     prefix = "model.layers.1.self_attn.indexer."
     return payload | {"indexer": payload["indexer"] | {f"{prefix}{name}": t for name, t in more.items()}}
@@ -171,6 +177,11 @@ def having(payload: dict[str, Any], **more: Tensor) -> dict[str, Any]:
         (having(released(), **{"w_in.weight": torch.zeros(5, 64)}), r"w_in\.weight in unequal shapes, .*\(5, 64\)\."),
         (released(config=CONFIG | {"scorer": "conv"}), "those of the scorer 'conv', and only 'scalar'"),
         (converted() | {"scorer_config": {"kind": "linear"}}, "those of the scorer 'linear', and only 'mlp'"),
+        (config_without("age_scale", "norm_eps"), r"a scorer_config that lacks norm_eps, age_scale\."),
+        (
+            converted() | {"scorer_config": converted()["scorer_config"] | {"conv_kernel": 4}},
+            r"a scorer_config with conv_kernel, which no MLP scorer has\.",
+        ),
         (released(config=CONFIG | {"scalar_pos_slope": 0.0}), "scalar_pos_slope 0, and indexmem_pp scores with 1e-06"),
         (released(config=CONFIG | {"scalar_decay_ref": 8192.0}), "scalar_decay_ref 8192, and .* with 16384"),
         (released(model={"model.norm.weight": torch.ones(64)}), "trained together with their model"),

@@ -118,7 +118,7 @@ def test_the_middle_of_a_chunk_ranks_all_of_it(
     length: int, parts: list[int], capacity: int, sinks: int, window: int, highest: int, fall: int, seed: int
 ) -> None:
     scores, rates = exact_scores(2, length, highest, fall, seed)
-    ours = in_parts(scores, rates, parts, capacity=capacity, sinks=sinks, window=window, how="chunk_middle")
+    ours = in_parts(scores, rates, parts, capacity=capacity, sinks=sinks, window=window, how="middle")
     for head in range(2):
         pool = Pool([*scores[head].tolist(), 0.0], [*rates[head].tolist(), 0.0], sinks, window, capacity)
         died, first = [math.inf] * length, 0

@@ -18,7 +18,9 @@ from evictbench.cache.new_cache import new_cache
 from evictbench.cache.paged.cache import PagedCache
 from evictbench.cache.paged.centroids import RESIDUALS, merge
 from evictbench.cache.paged.head_budget import HeadBudgetCache
+from evictbench.errors import UserError
 from evictbench.generation.fidelity import Text, evaluate
+from evictbench.generation.runner import ModelRunner
 from evictbench.models.policy_weights import Weights
 from evictbench.policies.indexmem_pp import IndexMem, Settings
 from evictbench.policies.indexmem_pp.scorer import Scorer
@@ -91,6 +93,7 @@ def test_the_scorer_reads_what_attention_receives(
     model = tiny_model(kind)
     policy, tensors = fitted(model, seed)
     context = min(context, length)
+    chunk = context if prefill == "native" else chunk
     tokens, parts = random_tokens(length, seed), parts_of(length, context, chunk)
     rules = Rules(context=context, budget=budget, sinks=2, window=4, centroids=2, prefill=prefill)
     twin = twin_of(model, tensors, rules, tokens, parts)
@@ -106,7 +109,7 @@ def test_the_scorer_reads_what_attention_receives(
 def test_chunks_change_nothing(prefill: Any) -> None:
     model = tiny_model("qwen3")
     tokens = random_tokens(160, 2)
-    policy, _ = fitted(model, 3)
+    policy, _ = fitted(model, 3, prompt="equal_share" if prefill == "native" else "divided")
 
     def read(chunk: int) -> tuple[Tensor, list[list[int]]]:
         cache = new_cache(model, policy, 32, prefill=prefill, prompt_length=130)
@@ -118,6 +121,35 @@ def test_chunks_change_nothing(prefill: Any) -> None:
         logits, held = read(chunk)
         assert held == whole[1]
         torch.testing.assert_close(logits, whole[0], atol=1e-9, rtol=0)
+
+
+def test_a_divided_prompt_is_read_whole_whatever_the_chunk() -> None:
+    model = tiny_model("qwen3")
+    prompt = random_tokens(700, 2)
+    policy, _ = fitted(model, 3)
+    budget = Budget(tokens=32)
+    found = [ModelRunner(model, policy, budget, chunk=chunk).prefill(prompt)[1] for chunk in (7, 512)]
+    assert torch.equal(*found)
+    assert [list(ModelRunner(model, policy, budget, chunk=7).chunks(20, at)) for at in (None, 12)] == [
+        [(0, 20)],
+        [(0, 12), (12, 20)],
+    ]
+    assert len(list(ModelRunner(model, policy, budget, prefill="dense", chunk=7).chunks(20, None))) == 3
+    assert not torch.allclose(
+        found[0], ModelRunner(model, fitted(model, 3, prompt="equal_share")[0], budget).prefill(prompt)[1]
+    )
+
+
+def test_a_divided_prompt_in_chunks_is_refused_before_anything_is_read() -> None:
+    model = tiny_model("llama")
+    policy, _ = fitted(model, 3)
+    cache = new_cache(model, policy, 32, prompt_length=60)
+    with pytest.raises(UserError, match=r"takes the prompt's 60 tokens in one forward pass, and not 40 of them\."):
+        forward(model, cache, random_tokens(60, 1)[:40])
+    assert cache.bytes_held == cache.nbytes() == 0
+    # What fits the budget has nothing to divide.
+    fits = new_cache(model, policy, 64, prompt_length=60)
+    assert in_parts(model, fits, random_tokens(60, 1), [(0, 40), (40, 60)]).isfinite().all()
 
 
 def test_a_question_in_one_chunk_or_token_by_token() -> None:
@@ -176,7 +208,7 @@ def test_rows_measure_as_the_twin_says() -> None:
     for text, found in zip(made, measured, strict=True):
         tokens = [*text.prompt, *text.continuation]
         rules = Rules(context=len(text.prompt), budget=16, sinks=2, window=4, centroids=2)
-        twin = twin_of(model, tensors, rules, tokens, parts_of(len(tokens), len(text.prompt), 17))
+        twin = twin_of(model, tensors, rules, tokens, parts_of(len(tokens), len(text.prompt), len(text.prompt)))
         logits = twin.logits.log_softmax(-1)
         nll = [-float(logits[at - 1, tokens[at]]) for at in range(len(text.prompt), len(tokens))]
         assert [one.nll for one in found.divergence] == pytest.approx(nll, abs=1e-4)
@@ -191,7 +223,7 @@ def test_rows_measure_as_the_twin_says() -> None:
 
 def test_bounded_holds_the_budget_and_a_chunk() -> None:
     model = tiny_model("llama")
-    policy, _ = fitted(model, 6)
+    policy, _ = fitted(model, 6, prompt="equal_share")
     for prefill in ("bounded", "native"):
         cache = new_cache(model, policy, 40, prefill=prefill, prompt_length=400)
         largest = 0

@@ -15,8 +15,10 @@ from twin.indexmem_pp import (
     Centroid,
     Pool,
     absorb,
+    divide_by_mass,
     expiry,
     fill_by_mass,
+    least_share,
     lloyd,
     means,
     ranked,
@@ -63,6 +65,17 @@ def test_places_go_where_least_is_retained() -> None:
     assert fill_by_mass([[0.5, 0.2, 0.1], [0.1, 0.1, 0.1]], [0.2, 0.4], 4, [2, 2]) == [2, 2]
     assert fill_by_mass([[0.5], [0.1, 0.1, 0.1]], [0.0, 0.7], 3, [0, 0]) == [1, 2]
     assert fill_by_mass([[], [0.1, 0.1]], [1.0, 0.8], 2, [1, 1]) == [0, 2]
+    # The same by the search; each has one more than its floor at least.
+    assert divide_by_mass([[0.5, 0.2, 0.1], [0.1, 0.1, 0.1]], [0.2, 0.4], 4, 0) == [1, 3]
+    assert divide_by_mass([[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], [0.7, 0.1], 4, 0) == [1, 3]
+    assert divide_by_mass([[0.1, 0.1, 0.1], [0.1, 0.1, 0.1]], [0.7, 0.1], 4, 1) == [2, 2]
+    # A quarter of the budget, half of what is not protected, the centroids.
+    assert [least_share(2048, 1916, 64, None), least_share(512, 380, 64, None), least_share(40, 20, 2, None)] == [
+        512,
+        128,
+        10,
+    ]
+    assert [least_share(40, 30, 6, 0), least_share(40, 30, 6, 9), least_share(40, 30, 6, 99)] == [6, 9, 30]
 
 
 def test_clusters_and_running_means() -> None:
@@ -102,6 +115,7 @@ def test_counts_and_places(case: Case) -> None:
     for layer in range(2):
         places = [twin.places[layer, head] for head in range(heads)]
         assert sum(places) == heads * rules.places
+        assert min(places) >= 0
     for q, by_head in enumerate(twin.seen):
         for at, seen in by_head.items():
             protected = {j for j in range(q + 1) if j < rules.sinks or j > q - rules.window}
@@ -138,7 +152,7 @@ def test_a_centroid_for_each_evicted_entry_is_the_full_model(case: Case, places:
 
 
 @quick
-@given(case=cases(prefill=("native", "bounded"), centroids=(0, 2), approximate=False))
+@given(case=cases(prefill=("native", "bounded"), prompt=("equal_share",), centroids=(0, 2), approximate=False))
 def test_parts_of_the_context_change_nothing(case: Case) -> None:
     twin, whole = told(case), told(replace(case, chunk=case.context))
     torch.testing.assert_close(twin.logits, whole.logits, atol=1e-12, rtol=0)

@@ -16,8 +16,8 @@ from twin_comparison import assert_found
 
 from evictbench.policies.indexmem_pp import recursion
 from evictbench.policy import HeadBudgets, NewEntries, PrefillChunk
-from twin.indexmem_pp import Centroid, Pool, ranked
-from twin.indexmem_pp_run import Run
+from twin.indexmem_pp import Centroid, Pool, fill_by_mass, least_share, ranked
+from twin.indexmem_pp_run import Rules, Run
 
 
 class DecayIgnored(Run):
@@ -115,22 +115,72 @@ class NotCharged(Run):
             pool.places += self.rules.slots
             self.places[at] += self.rules.slots
 
-    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
-        return [places + self.rules.slots for places in super().allocate(masses, pinned)]
+    def allocate(self, layer: int, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return [share + self.rules.slots for share in super().allocate(layer, masses, pinned)]
 
 
 class Uniform(Run):
     """Equal budgets."""
 
-    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
-        return [self.rules.places] * len(masses)
+    def allocate(self, layer: int, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return [self.rules.share] * len(masses)
 
 
 class MassOfThePoolAlone(Run):
     """What stays anyway is left out of the mass."""
 
-    def allocate(self, masses: list[list[float]], pinned: list[float]) -> list[int]:
-        return super().allocate(masses, [0.0] * len(pinned))
+    def allocate(self, layer: int, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        return super().allocate(layer, masses, [0.0] * len(pinned))
+
+
+class EqualInThePrompt(Run):
+    """Budgets are divided first, and the prompt's queries see an equal share all the same."""
+
+    def divide(self, layer: int, q: int) -> None:
+        super().divide(layer, q)
+        for kv_head in range(self.dense.kv_heads):
+            self.pools[layer, kv_head].places = self.rules.share
+
+
+class CentroidsOffInThePrompt(Run):
+    """The prompt's queries see as much less as there will be centroids."""
+
+    def divide(self, layer: int, q: int) -> None:
+        super().divide(layer, q)
+        for kv_head in range(self.dense.kv_heads):
+            self.pools[layer, kv_head].places -= self.rules.slots
+
+
+class DividedByTheLastRanks(Run):
+    """Budgets along the ranks of the last query."""
+
+    def choice(self, at: tuple[int, int], q: int, ranked_at: int) -> list[int]:
+        return super().choice(at, q, q)
+
+
+class CutByTheMiddleRanks(Run):
+    """What stays is what the middle query ranks best."""
+
+    def choice(self, at: tuple[int, int], q: int, ranked_at: int) -> list[int]:
+        return super().choice(at, q, self.rules.ranking_query)
+
+
+class EachByItsOwnRanks(Run):
+    """The prompt's queries rank by themselves."""
+
+    def __init__(self, model: Any, scores: Any, rules: Rules, *given: Any) -> None:
+        super().__init__(model, scores, replace(rules, deadlines="exact"), *given)
+
+
+class NothingBeyondTheFloor(Run):
+    """A head may stay at its floor."""
+
+    def allocate(self, layer: int, masses: list[list[float]], pinned: list[float]) -> list[int]:
+        rules, heads = self.rules, len(masses)
+        if rules.budgets == "uniform" or rules.whole or rules.bounded:
+            return super().allocate(layer, masses, pinned)
+        floor = least_share(rules.at(0), rules.share, rules.slots, rules.floor)
+        return fill_by_mass(masses, pinned, heads * rules.share, [floor] * heads)
 
 
 class CutAmongTheSeen(Run):
@@ -233,11 +283,13 @@ class CountsOfOne(ToldScores):
 
 def in_chunks(case: Case) -> bool:
     """Whether the context is read in several chunks and cut on the way."""
-    return case.context >= 2 * case.chunk and case.rules.prefill != "dense"
+    return case.context >= 2 * case.chunk and case.rules.prefill != "dense" and not case.rules.divides_first
 
 
 MOST_CASES = 200
 """The search ends at the first case that tells a wrong reading from the right one."""
+
+DIVIDED: dict[str, Any] = {"scores": ("spread",), "prefill": ("native",), "prompt": ("divided",)}
 
 RUNS: list[tuple[type[Run], dict[str, Any]]] = [
     (DecayIgnored, {"scores": ("spread",)}),
@@ -254,6 +306,12 @@ RUNS: list[tuple[type[Run], dict[str, Any]]] = [
     (NoSink, {}),
     (OneMoreInTheWindow, {}),
     (MeanOfMeans, {"centroids": (1, 2)}),
+    (EqualInThePrompt, DIVIDED),
+    (CentroidsOffInThePrompt, {**DIVIDED, "centroids": (1, 3)}),
+    (DividedByTheLastRanks, DIVIDED),
+    (CutByTheMiddleRanks, DIVIDED),
+    (EachByItsOwnRanks, DIVIDED),
+    (NothingBeyondTheFloor, DIVIDED),
 ]
 
 

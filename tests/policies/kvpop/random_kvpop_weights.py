@@ -13,23 +13,26 @@ from evictbench.policy import ModelShape, Policy
 from twin.kvpop import random_weights, tensors
 
 
-def random_tensors(name: str, shape: ModelShape, seed: int = 0) -> dict[str, Tensor]:
-    """What a trained scorer would save, layers and KV heads in one dimension."""
-    by_layer = random_weights(seed, shape.layers, shape.kv_heads, shape.head_dim, name == "kvpop")
+def random_tensors(name: str, shape: ModelShape, seed: int = 0, normed: bool = False) -> dict[str, Tensor]:
+    """What a trained scorer would save, layers and KV heads in one dimension. normed: with a head norm."""
+    by_layer = random_weights(seed, shape.layers, shape.kv_heads, shape.head_dim, name == "kvpop", normed)
     heads = [head for layer in by_layer for head in layer]
     low, high = math.log(0.999), math.log(0.999999)
     share = (torch.stack([head.log_gamma for head in heads]) - low) / (high - low)
     return {name: tensor.float() for name, tensor in tensors(heads).items()} | {"gamma": share.logit().float()}
 
 
-def random_fit(policy: Policy, model: Any, seed: int = 0) -> Policy:
-    """The policy, with weights for this model."""
+def random_fit(
+    policy: Policy, model: Any, seed: int = 0, *, waits_for_recent: bool = False, normed: bool = False
+) -> Policy:
+    """The policy, with weights for this model. waits_for_recent: they were trained to be read behind the recent
+    share."""
     shape = ModelShape.of(model.config)
     card = {
         "policy": policy.name,
         "variant": policy.variant,
-        "settings": {},
+        "settings": {"counted_from": "protected"} if waits_for_recent else {},
         "base_model": {"name": "tiny", "sha256": "0", "shape": shape_data(shape)},
     }
-    policy.use(Weights(random_tensors(policy.name, shape, seed), card, "random", "0"), shape)
+    policy.use(Weights(random_tensors(policy.name, shape, seed, normed), card, "random", "0"), shape)
     return policy

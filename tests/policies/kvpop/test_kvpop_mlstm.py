@@ -191,7 +191,8 @@ def test_no_tensor_is_the_text_squared() -> None:
 
 def loaded(weights: list[twin.HeadWeights], memory: bool, d: int) -> scorers.MLPScorer:
     """The scorer of one layer with the twin's weights."""
-    scorer = (scorers.MLSTMScorer if memory else scorers.MLPScorer)(len(weights), d, len(weights[0].b1))
+    normed = weights[0].norm is not None
+    scorer = (scorers.MLSTMScorer if memory else scorers.MLPScorer)(len(weights), d, len(weights[0].b1), normed)
     scorer.load_state_dict({name: tensor.float() for name, tensor in twin.tensors(weights).items()})
     return scorer
 
@@ -204,9 +205,12 @@ def loaded(weights: list[twin.HeadWeights], memory: bool, d: int) -> scorers.MLP
     length=st.integers(1, 40),
     window=st.one_of(st.integers(1, 8), st.integers(1, 50)),
     memory=st.booleans(),
+    normed=st.booleans(),
 )
-def test_scorers_equal_their_twin(seed: int, d: int, heads: int, length: int, window: int, memory: bool) -> None:
-    (weights,) = twin.random_weights(seed, 1, heads, d, memory)
+def test_scorers_equal_their_twin(
+    seed: int, d: int, heads: int, length: int, window: int, memory: bool, normed: bool
+) -> None:
+    (weights,) = twin.random_weights(seed, 1, heads, d, memory, normed)
     keys, values = torch.randn(2, 2, heads, length, d, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         found = loaded(weights, memory, d)(keys, values, window)
@@ -222,6 +226,20 @@ def test_scorers_equal_their_twin(seed: int, d: int, heads: int, length: int, wi
                     else twin.mlp_score(weights[head], k, v, t)
                 )
                 torch.testing.assert_close(found[row, head, t].double(), score, atol=1e-3, rtol=1e-4)
+
+
+def test_the_head_norm_takes_the_scale_of_an_answer_out() -> None:
+    """Products that cancel in the denominator leave an answer a thousand times as large: the score moves without a
+    norm, and not with one."""
+    (plain,), (normed,) = twin.random_weights(0, 1, 1, 4, True), twin.random_weights(0, 1, 1, 4, True, True)
+    z, answer = torch.randn(2, 1, 1, 3, 8, generator=torch.Generator().manual_seed(0))
+    answer = answer[..., :4]
+    for weights, moves in ((plain, True), (normed, False)):
+        scorer = loaded(weights, True, 4)
+        assert isinstance(scorer, scorers.MLSTMScorer)
+        with torch.no_grad():
+            small, large = scorer.score_answered(z, answer), scorer.score_answered(z, 1000 * answer)
+        assert bool(((small - large).abs() > 0.1).any()) == moves
 
 
 def test_the_score_of_a_token_waits_for_exactly_the_window() -> None:

@@ -9,6 +9,7 @@ from twin_comparison import check, examples
 
 from evictbench.policies.kvpop import KVpop, KVpopMLP
 from evictbench.policy import Policy
+from twin import kvpop as twin
 from twin.cases import Case, cases
 
 ROUNDING = 1e-4
@@ -16,7 +17,12 @@ ROUNDING = 1e-4
 
 
 def fitted(case: Case, cls: type[Policy]) -> Policy:
-    return random_fit(cls(cls.Config(**case.settings)), case.model(), case.rule.weights_seed)  # type: ignore[attr-defined]
+    rule = case.rule
+    assert isinstance(rule, twin.KVpop)
+    policy = cls(cls.Config(**case.settings))
+    return random_fit(
+        policy, case.model(), rule.weights_seed, waits_for_recent=rule.waits_for_recent, normed=rule.normed
+    )
 
 
 @pytest.mark.engine

@@ -15,6 +15,7 @@ from twin_comparison import assert_found, check
 
 from evictbench.policies.kvpop import KVpop, KVpopMLP
 from evictbench.policies.kvpop.delayed import score_leaving
+from evictbench.policies.kvpop.protection import Protection
 from evictbench.policy import NewEntries, Policy, Step
 from twin.cases import cases
 
@@ -62,7 +63,7 @@ class LateRead(KVpop):
 
     def prepare_layers(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), self.scored_after + 1)
+        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), self.delay(steps[0]) + 1)
 
 
 class EarlyRead(KVpop):
@@ -70,7 +71,15 @@ class EarlyRead(KVpop):
 
     def prepare_layers(self, steps: Sequence[Step]) -> None:
         layers = range(steps[0].layer, steps[-1].layer + 1)
-        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), max(1, self.scored_after - 1))
+        score_leaving(steps, *self.scorer_of_layers(layers, steps[0].keys.device), max(1, self.delay(steps[0]) - 1))
+
+
+class NotWaiting(KVpop):
+    """A token is scored as it leaves the window, where the weights were trained for the recent share as well."""
+
+    @property
+    def counted(self) -> Protection:
+        return replace(self.protection, recent=0.0)
 
 
 class Forgetful(KVpop):
@@ -83,6 +92,6 @@ class Forgetful(KVpop):
         super().prepare_layers(steps)
 
 
-@pytest.mark.parametrize("wrong", [NoAge, KeysAsCached, NextLayer, LateRead, EarlyRead, Forgetful])
+@pytest.mark.parametrize("wrong", [NoAge, KeysAsCached, NextLayer, LateRead, EarlyRead, NotWaiting, Forgetful])
 def test_a_wrong_policy_is_found(wrong: type[Policy]) -> None:
     assert_found(lambda case: check(case, fitted(case, wrong), exact=ROUNDING), given(case=cases(wrong.name)))

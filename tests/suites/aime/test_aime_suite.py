@@ -165,11 +165,17 @@ def test_protocols():
         "greedy": (1, Sampling(), ("aime24", "aime25")),
     }
     assert all(p.source for p in protocols.values())
+    assert {name: (p.thinking, p.max_new_tokens) for name, p in protocols.items() if p.thinking is not None} == {
+        "indexmem_pp": (True, 32_768)
+    }
+    assert protocols["kvpop"].sampling_for("Qwen/Qwen3-8B") == thinking
+    assert protocols["kvpop"].sampling_for("Qwen/Qwen3-4B-Instruct-2507") == Sampling(0.7, 0.8, 20, 0.0)
+    assert protocols["kvpop"].sampling_for("Qwen/Qwen3-4B-Thinking-2507") == thinking
 
 
 def test_importing_the_suite_imports_nothing_heavy():
     script = (
-        "import sys; import evictbench.suites.aime; import evictbench.suites.math500; "
+        "import sys; import evictbench.suites.aime; import evictbench.suites.hmmt; import evictbench.suites.math500; "
         "print([m for m in ('torch', 'transformers', 'datasets', 'lm_eval', 'pandas', 'sympy', 'math_verify') "
         "if m in sys.modules])"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -224,6 +225,17 @@ def test_protocols():
     assert all("rouge_l" in TASKS[name].metric for name in theirs.tasks)
     assert not any(name.startswith("2wikimqa") for name in theirs.tasks)
     assert all(name in TASKS for protocol in PROTOCOLS.values() for name in protocol.tasks)
+    lengths = {name: protocol for name, protocol in PROTOCOLS.items() if protocol.context is not None}
+    assert {name: protocol.context for name, protocol in lengths.items()} == {
+        "distillcache_2k": 2048,
+        "distillcache_4k": 4096,
+        "distillcache_8k": 8192,
+    }
+    for protocol in lengths.values():
+        assert dataclasses.replace(protocol, source=theirs.source, context=None) == theirs
+    thoughts = {name: protocol.thinking for name, protocol in PROTOCOLS.items() if protocol.thinking is not None}
+    assert thoughts == {"indexmem_pp": False}
+    assert PROTOCOLS["indexmem_pp"].question == "unseen"
 
 
 def test_the_default_set_is_what_there_is_data_for(prepare, tmp_path):

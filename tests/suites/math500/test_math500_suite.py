@@ -108,4 +108,5 @@ def test_protocols():
         "indexmem_pp": (2, thinking, 16_384),
         "greedy": (1, Sampling(), None),
     }
+    assert [name for name, p in SUITE.protocols.items() if p.thinking] == ["indexmem_pp"]
     assert all(p.source and p.tasks == ("math500",) for p in SUITE.protocols.values())
