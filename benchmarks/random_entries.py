@@ -60,7 +60,7 @@ def _fill_slots(cache: SlotCache, plan: ForwardPlan, like: Tensor, generator: to
     """Fill a prompt's cache with as many entries as the plan of its pass leaves."""
     (held,), ((*_, budget),), (seen,) = plan.held, plan.entries, plan.seen
     cache.reserve(1, held, like)
-    for layer in cache.layers:
+    for layer in cache.evicting:
         layer.resize(1, held, like, dense=False)
         for name, buffer in layer.buffers.items():
             _draw(buffer, generator, normal=name in ("keys", "values"))
@@ -114,7 +114,7 @@ def _fill_pages(
     marked = 1 - (sum(lengths) / len(lengths) - window) / max(1, seen - window)
     own = lengths[row * heads : (row + 1) * heads]
     longest = max(own)
-    for layer in cache.layers:
+    for layer in cache.evicting:
         layer.pool = cache.new_pool(1, like)
         keys, values = torch.empty((2, heads, longest, like.shape[-1]), dtype=like.dtype, device=device)
         # Shorter heads have entries in front that have expired, and that the pool does not take.

@@ -55,7 +55,7 @@ class RecordedStep:
         if not isinstance(cache, SlotCache):
             raise UserError("pages change hands between steps")
         self.runner, self.cache, self.moves = runner, cache, moves
-        rows, keys = len(cache.rows), cache.layers[0].buffers["keys"]
+        rows, keys = len(cache.rows), cache.evicting[0].buffers["keys"]
         self.device = keys.device
         self._new_keys = keys[:rows, :, :1]
         self.tokens = tokens.to(self.device).view(-1, 1).clone()

@@ -21,6 +21,7 @@ from evictbench.cache.new_cache import new_cache
 from evictbench.cache.probe import cache_argument
 from evictbench.cache.rope import rotations
 from evictbench.errors import UserError
+from evictbench.policy import ModelShape
 from studies.family_sizes import VOCABULARY, small_config
 
 if TYPE_CHECKING:
@@ -76,20 +77,27 @@ class Reference:
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any
     ) -> tuple[Tensor, None]:
-        """Attention as transformers' sdpa computes it, with this object's mask in place of the model's."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
+        """Attention by its definition, with this object's mask in place of the model's where there is one."""
         heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
         seen = self.visible.get(module.layer_idx)
+        if seen is None and mask is not None:
+            seen = mask[0]
         if seen is None:
             seen = torch.ones(1, queries, keys, dtype=torch.bool).tril(keys - queries)
         seen = seen.repeat_interleave(heads // seen.shape[0], dim=0)
-        scaling = named.get("scaling")
-        logits = query[0] @ key[0].repeat_interleave(heads // key.shape[1], dim=0).mT
+        scaling, softcap, sinks = named.get("scaling"), named.get("softcap"), named.get("s_aux")
+        group = heads // key.shape[1]
+        logits = query[0] @ key[0].repeat_interleave(group, dim=0).mT
         logits = logits * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        self.probs[module.layer_idx] = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, seen[None], **named)
-        return output, None
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(-1, queries, 1)], -1)
+        probs = logits.softmax(-1)[..., :keys]
+        self.probs[module.layer_idx] = probs
+        output = probs @ value[0].repeat_interleave(group, dim=0)
+        return output.transpose(0, 1)[None], None
 
 
 @cache
@@ -227,11 +235,12 @@ def streaming(model: Any, positions: str) -> float:
             reference.visible = {}
             moved = DynamicCache(config=model.config)
             forward(model, ids[:, :SINKS], shift, moved)
-            layers: Any = zip(past.layers, moved.layers, strict=True)
-            for layer, sinks in layers:
-                layer.keys[:, :, :SINKS] = sinks.keys
+            for layer in _evicting(model):
+                sinks: Any = moved.layers[layer]
+                held: Any = past.layers[layer]
+                held.keys[:, :, :SINKS] = sinks.keys
         seen = (torch.arange(at + 1) < SINKS) | (torch.arange(at + 1) > at - (BUDGET - SINKS))
-        reference.visible = dict.fromkeys(range(_layers(model)), seen[None, None])
+        reference.visible = dict.fromkeys(_evicting(model), seen[None, None])
         logits.append(forward(model, ids[:, at : at + 1], at, past))
     return difference(mine, torch.cat(logits, 1))
 
@@ -245,12 +254,11 @@ def by_attention(model: Any, policy: str, cut: Callable[[_Told], list[int]]) -> 
     mine = ours(model, policy, ids, BUDGET, 512)
     reference, past = _use(model), DynamicCache(config=model.config)
     logits = [forward(model, ids[:, :PROMPT], 0, past)]
-    first: Any = past.layers[0]
-    layers, kv_heads = _layers(model), first.keys.shape[1]
-    held = {(layer, head): list(range(PROMPT)) for layer in range(layers) for head in range(kv_heads)}
-    mass: dict[int, Tensor] = {layer: torch.zeros(0) for layer in range(layers)}
+    layers, kv_heads = _evicting(model), ModelShape.of(model.config).kv_heads
+    held = {(layer, head): list(range(PROMPT)) for layer in layers for head in range(kv_heads)}
+    mass: dict[int, Tensor] = {layer: torch.zeros(0) for layer in layers}
     for seen in range(PROMPT, LENGTH + 1):
-        for layer in range(layers):
+        for index, layer in enumerate(layers):
             probs = reference.probs[layer].unflatten(0, (kv_heads, -1))
             received = probs.sum(-2)
             received[..., : mass[layer].shape[-1]] += mass[layer]
@@ -258,12 +266,12 @@ def by_attention(model: Any, policy: str, cut: Callable[[_Told], list[int]]) -> 
             for head in range(kv_heads):
                 told = _Told(head, held[layer, head], seen, probs, received)
                 held[layer, head] = cut(told)
-                if held[layer, head] != mine.kept[seen][layer][head].tolist():
+                if held[layer, head] != mine.kept[seen][index][head].tolist():
                     raise Failed(f"layer {layer}, KV head {head}, {seen} tokens: other entries are kept")
         if seen == LENGTH:
             break
         reference.visible = {}
-        for layer in range(layers):
+        for layer in layers:
             visible = torch.zeros(kv_heads, 1, seen + 1, dtype=torch.bool)
             for head in range(kv_heads):
                 visible[head, 0, [*held[layer, head], seen]] = True
@@ -331,13 +339,16 @@ CHECKS: dict[str, Callable[[Any], float]] = {
 def _use(model: Any) -> Reference:
     """Set a model's attention to a reference of its own."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     reference = Reference()
     AttentionInterface.register("family_reference", reference.attend)
-    AttentionMaskInterface.register("family_reference", lambda *args, **named: None)
+    AttentionMaskInterface.register("family_reference", sdpa_mask)
     model.set_attn_implementation("family_reference")
     return reference
 
 
-def _layers(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).num_hidden_layers)
+def _evicting(model: Any) -> list[int]:
+    """The numbers of the layers that evict."""
+    shape = ModelShape.of(model.config)
+    return [shape.number(layer) for layer in range(shape.layers)]

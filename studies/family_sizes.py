@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from evictbench.policy.layer_kinds import layer_kinds
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VOCABULARY = 64
 LAYERS = 4
 CONTEXT = 256
+WINDOW = 16
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "n_embed", "embedding_size"), 32),
@@ -23,6 +26,16 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length"), CONTEXT),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), WINDOW),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("mamba_head_dim", "mamba_d_head"), 16),
+    "mamba_d_ssm": 64,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
     "rotary_dim": 4,
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
@@ -93,12 +106,33 @@ def small_config(family: str, **settings: Any) -> PretrainedConfig:
 
 
 def _small(config_class: Any, more: dict[str, Any]) -> PretrainedConfig:
+    """A config in small; with two layers of each kind that the default one has, where it says kinds."""
+    small = _with_sizes(config_class, more)
+    if "layer_types" in more or not getattr(small, "layer_types", None):
+        return small
+    try:
+        names = list(dict.fromkeys(kind.name for kind in layer_kinds(config_class())))
+    except Exception:  # a few families have no valid default
+        return small
+    if set(names) == {kind.name for kind in layer_kinds(small)}:
+        return small
+    types = (names * LAYERS)[: max(LAYERS, 2 * len(names))]
+    try:
+        return _with_sizes(config_class, more | {"layer_types": types, "num_hidden_layers": len(types)})
+    except Exception:  # its kinds follow from other fields
+        return small
+
+
+def _with_sizes(config_class: Any, more: dict[str, Any]) -> PretrainedConfig:
     try:
         default = config_class()
     except Exception:  # a few families have no valid default
         default = config_class(**more)
     fields = default.to_dict()
     chosen: dict[str, Any] = {name: value for name, value in SIZES.items() if name in fields}
+    if "qk_rope_head_dim" in chosen:  # latent attention: a key of each query head
+        latent = {"head_dim": chosen["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
+        chosen |= {name: value for name, value in latent.items() if name in fields}
     for name, part in getattr(config_class, "sub_configs", {}).items():
         if name not in more and ("text" in name or "decoder" in name):
             own = getattr(default, name, None)

@@ -154,7 +154,7 @@ class ReplayingRunner(ModelRunner):
         assert isinstance(cache, SlotCache)
         no_module: Any = None
         cache.output_unread = True
-        for layer, recorded in zip(cache.layers, self.runs.recording(self._text), strict=True):
+        for layer, recorded in zip(cache.evicting, self.runs.recording(self._text), strict=True):
             query, key, value = (
                 part[:, :, : self._replayed] for part in (recorded.query, recorded.key, recorded.value)
             )

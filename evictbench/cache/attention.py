@@ -7,13 +7,18 @@ does the rest. Every other pass, with whatever cache or none, is transformers' o
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from evictbench.cache.softmax import Softmax
 from evictbench.errors import UserError
+from evictbench.policy.layer_kinds import layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,9 +26,10 @@ if TYPE_CHECKING:
 NAME = "evictbench"
 
 DenseAttention = Callable[[int, torch.nn.Module, Tensor, Tensor, Tensor, float], Tensor | None]
-"""Attention of a pass without a cache, given to the model as `dense_attention=`. It gets the layer's index, the
-attention module, the rotated query `[rows, heads, S, head_dim]`, the key and the value `[rows, kv_heads, S, head_dim]`
-and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None for transformers' own attention."""
+"""Attention of the layers that evict in a pass without a cache, given to the model as `dense_attention=`. It gets the
+layer's number among those that evict, the attention module, the rotated query `[rows, heads, S, head_dim]`, the key and
+the value `[rows, kv_heads, S, head_dim]` and the scaling, and returns the output `[rows, heads, S, head_dim]`, or None
+for transformers' own attention."""
 
 
 OURS = -1
@@ -38,11 +44,13 @@ NO_CHANGE = frozenset(
         "num_items_in_batch",
         "output_router_logits",
         "position_ids",
+        "s_aux",
+        "softcap",
         "token_type_ids",
         "use_cache",
     }
 )
-"""Arguments that transformers passes to attention and that change nothing in it, whatever their value."""
+"""Arguments that transformers passes to attention and that change nothing in it, or that are read (s_aux, softcap)."""
 
 NO_EFFECT: dict[str, Any] = {"dropout": 0.0, "is_causal": True}
 """Values of arguments at which they have no effect. None and False have none for any argument."""
@@ -57,7 +65,12 @@ class Unsupported(UserError):
 
 
 class AttendingLayer(Protocol):
-    """A cache layer that keys carry."""
+    """A cache layer that keys carry. number: of the layer in the model. window: the most tokens that a query of it
+    sees; None: all. awaits_attention: it was given keys that have not attended yet."""
+
+    number: int
+    window: int | None
+    awaits_attention: bool
 
     def check_positions(self, positions: Tensor | None) -> None:
         """Raise UserError for new tokens that do not go on from what has been seen. positions: `[1 or rows, new]`."""
@@ -66,12 +79,13 @@ class AttendingLayer(Protocol):
         """Tokens seen before this pass."""
 
     def attend(
-        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
+        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, softmax: Softmax
     ) -> Tensor:
         """The layer's attention, and all that follows from it.
 
         query: `[rows, heads, new, head_dim]`. keys, values: `[rows, kv_heads, new, head_dim]`, the new ones. real:
-        `[rows, new]` bool, which new tokens are not padding; None: all. The output is shaped like query.
+        `[rows, new]` bool, which new tokens are not padding; None: all. The output is shaped like query, and as wide as
+        the values.
         """
 
 
@@ -87,10 +101,29 @@ def use(model: PreTrainedModel) -> None:
 
 
 def carry(keys: Tensor, layer: AttendingLayer) -> Tensor:
-    """The keys, with the cache layer on them."""
+    """The keys, with the cache layer on them.
+
+    Some models make other keys of them before they attend (multi-head latent attention). The layer is remembered for
+    the attention that comes next, too.
+    """
     carrying = keys.view_as(keys)
     carrying.cache_layer = layer  # type: ignore[attr-defined]
+    _last.layer = weakref.ref(layer)
     return carrying
+
+
+_last = threading.local()
+"""layer: a weak reference to the cache layer that was given keys last, on this thread."""
+
+
+def _layer_of(module: torch.nn.Module, key: Tensor) -> AttendingLayer | None:
+    """The cache layer that keys belong to; None for a pass without a cache of ours."""
+    layer: AttendingLayer | None = getattr(key, "cache_layer", None)
+    if layer is None and (last := getattr(_last, "layer", None)) is not None:
+        layer = last()
+        if layer is None or not layer.awaits_attention or layer.number != getattr(module, "layer_idx", None):
+            return None
+    return layer
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -106,33 +139,29 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         sdpa_mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
         return sdpa_mask
     _check_causal(**kwargs)
-    return new_token_mask(kwargs["q_length"], kwargs.get("attention_mask"))
+    return new_token_mask(kwargs["q_length"], kwargs.get("attention_mask"), kwargs.get("local_size"))
 
 
-def new_token_mask(queries: int, attention_mask: Tensor | None) -> Tensor | None:
-    """Which of the new tokens are not padding, `[rows, new]` bool. Causality and slots are the cache's affair.
+def new_token_mask(queries: int, attention_mask: Tensor | None, window: int | None = None) -> Tensor | None:
+    """Which of the new tokens are not padding, `[rows, new]` bool. Causality, windows and slots are the cache's affair.
 
     queries: how many tokens are new. attention_mask: `[rows, tokens]`, of all tokens that have been read; None: no
-    padding. The result has the number of all tokens as its attribute `text_length`.
+    padding. window: of the layers that the mask is for. The result has the number of all tokens as its attribute
+    `text_length`, and the window as `window`.
     """
     if attention_mask is None:
         return None
     real = attention_mask[:, -queries:].bool()
-    real.text_length = attention_mask.shape[1]  # type: ignore[attr-defined]
+    real.text_length, real.window = attention_mask.shape[1], window  # type: ignore[attr-defined]
     return real
 
 
 def _check_causal(
-    kv_length: int, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
+    mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **kwargs: Any
 ) -> None:
-    """Raise UserError if a mask differs from the causal one. A window is one that has not slid yet."""
+    """Raise UserError if a mask differs from the causal one and from that of a window, which a layer applies itself."""
     from transformers.masking_utils import causal_mask_function
 
-    if local_size is not None and kv_length > local_size:
-        raise UserError(
-            f"The layers of this model attend to the last {local_size} tokens, and the text has {kv_length}: sliding "
-            "windows are not supported under an eviction policy."
-        )
     if local_size is None and mask_function not in (None, causal_mask_function):
         raise UserError(
             "This pass masks more than the future and padding (tokens that see later ones, for example), which is not "
@@ -155,40 +184,72 @@ def attend(
     carry a layer of ours. attention_mask: what `mask` returned. The output is `[rows, new, heads, head_dim]`. Without a
     cache, `dense_attention` in the model's keyword arguments may replace transformers' own attention.
     """
-    layer: AttendingLayer | None = getattr(key, "cache_layer", None)
+    layer = _layer_of(module, key)
+    softmax = Softmax(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    )
     if layer is not None:
-        refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2])
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        refuse_unknown(module, kwargs, layer.get_seq_length() + query.shape[2], layer.window)
         if attention_mask is None:  # a mask says how long the text is
             layer.check_positions(kwargs.get("position_ids"))
-        return layer.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2), None
+        return layer.attend(module, query, key, value, attention_mask, softmax).transpose(1, 2), None
     dense: DenseAttention | None = kwargs.get("dense_attention")
     if dense is not None:
-        refuse_unknown(module, kwargs, query.shape[2])
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = dense(cast(int, module.layer_idx), module, query, key, value, scale)
-        if output is not None:
-            return output.transpose(1, 2), None
+        index = _evicting_index(module)
+        if index is not None:
+            refuse_unknown(module, kwargs, query.shape[2])
+            if not softmax.plain:
+                raise Unsupported("its logits are capped or have sinks, which labels and training do not know")
+            output = dense(index, module, query, key, value, softmax.scaling)
+            if output is not None:
+                return output.transpose(1, 2), None
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     text_length: int | None = getattr(attention_mask, "text_length", None)
     if attention_mask is not None and text_length is not None:
         attention_mask = _without_our_cache(attention_mask, text_length)
+    if not softmax.plain:  # torch's kernel knows neither
+        return _attend_unplain(query, key, value, attention_mask, softmax).transpose(1, 2), None
     attended: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, attention_mask, scaling=scaling, **kwargs
     )
     return attended
 
 
-def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int) -> None:
+def _attend_unplain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """Attention without a cache of ours, with capped logits or sinks. mask: sdpa's, True or 0 where a key is seen."""
+    from evictbench.cache.kernels import attend_and_observe
+
+    if mask is None:
+        first = key.shape[2] - 1 if query.shape[2] == 1 else 0
+        return attend_and_observe(query, key, value, None, softmax, causal_from=first, observe=False)[0]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -torch.inf)
+    return attend_and_observe(query, key, value, mask[..., : key.shape[2]], softmax, observe=False)[0]
+
+
+def _evicting_index(module: torch.nn.Module) -> int | None:
+    """The number of an attention module's layer among those that evict; None for another layer."""
+    if module not in _evicting:
+        number = cast(int, module.layer_idx)
+        kinds = layer_kinds(module.config)
+        _evicting[module] = sum(kind.evicts for kind in kinds[:number]) if kinds[number].evicts else None
+    return _evicting[module]
+
+
+_evicting: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
+
+
+def refuse_unknown(module: Any, arguments: Mapping[str, Any], length: int, window: int | None = None) -> None:
     """Raise Unsupported for an argument to attention that the cache does not know, naming the layer and the argument.
 
-    length: tokens of the text so far. A sliding window that is no shorter slides over nothing.
+    length: tokens of the text so far. A sliding window that is no shorter slides over nothing. window: the one that the
+    layer of the cache applies.
     """
     for name, value in arguments.items():
         if name in NO_CHANGE or value is None or value is False or (name in NO_EFFECT and value == NO_EFFECT[name]):
             continue
-        if name == "sliding_window" and length <= value:
+        if name == "sliding_window" and (length <= value or value == window):
             continue
         layer = getattr(module, "layer_idx", None)
         shown = f"{name}={value}" if isinstance(value, (bool, int, float, str)) else f"`{name}`"

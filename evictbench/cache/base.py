@@ -9,23 +9,25 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from evictbench.cache import hooks
-from evictbench.cache.attention import OURS, carry, use
-from evictbench.cache.clock import POLICY, REST, SIGNALS, Clock, NullClock
+from evictbench.cache.attention import OURS, use
+from evictbench.cache.buffers import ByteCounter
+from evictbench.cache.clock import REST, SIGNALS, Clock, NullClock
+from evictbench.cache.fixed import StatefulLayer, WindowLayer, fixed_layer, number_of_states
 from evictbench.cache.forward_plan import ForwardPlan, real_tokens
+from evictbench.cache.layers import CacheLayer, EvictingLayer, FixedLayer
 from evictbench.cache.rope import fixed_frequencies_below
 from evictbench.cache.rows import Sequence
 from evictbench.errors import UserError
 from evictbench.policy.base import BasePolicy
 from evictbench.policy.budget import Budget
 from evictbench.policy.declarations import Prefill, check_object
+from evictbench.policy.layer_kinds import layer_kinds
 from evictbench.policy.step import Activation, ModelShape
 
 if TYPE_CHECKING:
@@ -33,106 +35,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-GROWTH_BLOCK = 256
-"""Slots by which a cache without a fixed budget grows in decode."""
-
+    from evictbench.cache.softmax import Softmax
 
 ONE_GENERATION = (
     "a cache serves one generation. Make a new one for the next text, or copy one with copy.deepcopy after the context."
 )
-
-
-class ByteCounter:
-    """Bytes that a cache holds now, and the most that it has held. Whoever makes or frees a buffer counts it here."""
-
-    def __init__(self) -> None:
-        self.held = self.peak = 0
-
-    def add(self, change: int) -> None:
-        """Count bytes that are newly held, or freed where `change` is negative."""
-        self.held += change
-        self.peak = max(self.peak, self.held)
-
-
-class CacheLayer(CacheLayerMixin):
-    """One layer of a cache: hands new keys on to the attention function, which finds the layer on them."""
-
-    is_sliding = False
-
-    def __init__(self, cache: KVCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.index = index
-        self.bytes = cache.bytes
-        self.awaits_attention = False
-        self.belong_to(cache)
-
-    def belong_to(self, cache: KVCache) -> None:
-        """Make this a layer of `cache`, which it does not keep alive."""
-        self._cache = weakref.ref(cache)
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache that this is a layer of."""
-        cache = self._cache()
-        assert cache is not None
-        return cache
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values on to the attention function."""
-        if self.awaits_attention or (self.index and self.cache.layers[self.index - 1].awaits_attention):
-            raise UserError(
-                "This cache was given to a model that does not attend through it: call "
-                "model.set_attn_implementation('evictbench') and keep it while the cache is in use, or make a cache of "
-                "this model."
-            )
-        self.awaits_attention = True
-        return carry(key_states, self), value_states
-
-    def check_positions(self, positions: Tensor | None) -> None:
-        """Raise UserError for new tokens that begin before what a row has seen: it is another text.
-
-        positions: `[1 or rows, new]`; None: nobody knows them. On a GPU only chunks after the prompt are looked at, so
-        that decoding never waits for it.
-        """
-        if self.index or positions is None or positions.dim() != 2 or not self.cache.prompt_done:
-            return
-        if positions.shape[1] > 1 or positions.is_cpu:
-            self.awaits_attention = False  # a cache that refuses a text can go on with its own
-            self.cache.check_positions(positions)
-
-    def attend(
-        self, module: Any, query: Tensor, keys: Tensor, values: Tensor, real: Tensor | None, scaling: float
-    ) -> Tensor:
-        """Attention of this layer, and all that follows from it; as of `attention.AttendingLayer`."""
-        self.awaits_attention = False
-        cache = self.cache
-        cache.clock.lap(REST, query.device)
-        plan = cache.begin(module, keys, real) if self.index == 0 else cache.current
-        assert plan is not None
-        output = cache.attend(self, plan, query, keys, values, scaling)
-        if self.index == cache.shape.layers - 1:
-            cache.close(plan)
-        cache.clock.lap(POLICY, query.device)
-        return output
-
-    def forget(self) -> None:
-        """Free everything."""
-        self.awaits_attention = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: buffers are made when the first pass begins."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As of the cache."""
-        return self.cache.get_mask_sizes(query_length)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, not kept."""
-        return self.cache.columns
-
-    def get_max_length(self) -> int:
-        """No maximum: what does not fit is evicted."""
-        return -1
 
 
 class KVCache(Cache, ABC):
@@ -146,11 +53,13 @@ class KVCache(Cache, ABC):
     the first pass has.
 
     rows: one `Sequence` for each row. columns: tokens seen, padding included. prompt_done: the prompt has ended. clock:
-    told what each part of a pass takes, if it is set. bytes: counts what is held.
+    told what each part of a pass takes, if it is set. bytes: counts what is held. layers: one for each layer of the
+    model; evicting: those from which the policy evicts; attending: those that attend through the cache, in order.
     Raises UserError for a missing or impossible budget.
     """
 
     layers: list[Any]
+    evicting: list[Any]
     policy: BasePolicy
 
     def __init__(
@@ -178,13 +87,35 @@ class KVCache(Cache, ABC):
             policy.check_budget(self.budget)
             if self.budget.tokens is not None:
                 policy.check_entries(self.budget.tokens, self.shape)
-        super().__init__(layers=[self.new_layer(index) for index in range(self.shape.layers)])
+        self.evicting = [self.new_layer(index) for index in range(self.shape.layers)]
+        self.attending: list[CacheLayer] = []
+        super().__init__(layers=self._layers_of(model))
         use(model)
         self.reset()
 
     @abstractmethod
-    def new_layer(self, index: int) -> CacheLayer:
-        """A layer without entries."""
+    def new_layer(self, index: int) -> EvictingLayer:
+        """A layer without entries, from which the policy evicts."""
+
+    def _layers_of(self, model: PreTrainedModel) -> list[Any]:
+        """A cache layer for each layer of the model."""
+        evicting = iter(self.evicting)
+        layers: list[Any] = []
+        for number, kind in enumerate(layer_kinds(model.config)):
+            layer: Any = next(evicting) if kind.evicts else fixed_layer(self, kind, model.config)
+            if isinstance(layer, CacheLayer):
+                layer.number, layer.turn = number, len(self.attending)
+                self.attending.append(layer)
+                if kind.state:
+                    layer = StatefulLayer(number_of_states(model.config), layer)
+            layers.append(layer)
+        return layers
+
+    @property
+    def fixed(self) -> list[FixedLayer]:
+        """The layers, and parts of layers, that no policy sees."""
+        windows = [layer for layer in self.attending if isinstance(layer, WindowLayer)]
+        return [*windows, *(layer for layer in self.layers if not isinstance(layer, CacheLayer))]
 
     def reset(self) -> None:
         """Forget every sequence and free everything."""
@@ -192,9 +123,9 @@ class KVCache(Cache, ABC):
         self.columns = 0
         self.prompt_done = False
         self.current: ForwardPlan | None = None
-        self.bytes.held = self.bytes.peak = 0
+        self.bytes.held = self.bytes.peak = self._state_bytes = 0
         self._recognised = False
-        for layer in self.layers:
+        for layer in (*self.evicting, *self.fixed):
             layer.forget()
 
     @property
@@ -223,8 +154,16 @@ class KVCache(Cache, ABC):
         return self.bytes.peak
 
     @abstractmethod
+    def evictable_bytes(self) -> int:
+        """Bytes held in the layers that evict, by looking: keys, values, positions and the policy's state."""
+
+    def fixed_bytes(self) -> int:
+        """Bytes held in the other layers, by looking."""
+        return sum(layer.nbytes() for layer in self.fixed)
+
     def nbytes(self) -> int:
-        """Bytes of everything held now, by looking: keys, values, positions and the policy's state."""
+        """Bytes of everything held now, by looking."""
+        return self.evictable_bytes() + self.fixed_bytes()
 
     @abstractmethod
     def row_bytes(self, row: int) -> int:
@@ -293,7 +232,7 @@ class KVCache(Cache, ABC):
 
     @abstractmethod
     def attend(
-        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: Any, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attention of one layer, and what follows from it for this layer. The output is shaped like query."""
 
@@ -304,6 +243,13 @@ class KVCache(Cache, ABC):
         self.columns += plan.queries
         self.prompt_done = self.prompt_done or plan.ends_prompt
         self.current = None
+        self._count_states()
+
+    def _count_states(self) -> None:
+        """Count the bytes of the states that transformers' own layers hold."""
+        held = sum(layer.nbytes() for layer in self.fixed if not isinstance(layer, CacheLayer))
+        self.bytes.add(held - self._state_bytes)
+        self._state_bytes = held
 
     def check_rows(self, rows: int) -> None:
         """Raise UserError where a first pass of so many rows lacks something that the policy needs."""
@@ -362,6 +308,21 @@ class KVCache(Cache, ABC):
     def release(self, row: int) -> None:
         """End the sequence in a row; the last row takes its place."""
 
+    def admit_fixed(self, prompt: KVCache, row: int) -> None:
+        """Copy what the layers that do not evict hold of a one-row cache into a row."""
+        for layer, source in zip(self.fixed, prompt.fixed, strict=True):
+            layer.copy_row(source, 0, row)
+        self._count_states()
+
+    def release_fixed(self, row: int) -> None:
+        """In the layers that do not evict, let the last row take the place of another, and end."""
+        last = len(self.rows) - 1
+        for layer in self.fixed:
+            if row != last:
+                layer.copy_row(layer, last, row)
+            layer.drop_last_row()
+        self._count_states()
+
     def next_free_row(self) -> int:
         """The row that `admit` fills next."""
         row = len(self.rows)
@@ -405,7 +366,7 @@ class KVCache(Cache, ABC):
         other: KVCache = object.__new__(type(self))
         memo[id(self)] = other
         vars(other).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        for layer in other.layers:
+        for layer in other.attending:
             layer.belong_to(other)
         other.listen(getattr(self, "_listens_to", ()))
         return other
@@ -430,14 +391,3 @@ class KVCache(Cache, ABC):
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Assisted decoding takes tokens back; what they evicted is gone."""
         raise UserError("A cache that evicts cannot take tokens back; assisted decoding is not supported.")
-
-
-def counted(make: Callable[[], Tensor]) -> Tensor:
-    """A new buffer whose writes torch counts even inside torch.inference_mode, so that a policy's own are found out."""
-    with torch.inference_mode(False), torch.no_grad():
-        return make()
-
-
-def storage_bytes(*tensors: Tensor) -> int:
-    """Bytes of the storages of tensors."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from evictbench.errors import UserError
+from evictbench.policy.layer_kinds import layer_kinds
 from evictbench.policy.step import ACTIVATIONS, Activation
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def register(
     handles: list[RemovableHandle] = []
     passes = _Passes(cache)
     try:
-        for index, (layer, attention) in enumerate(_layers(model) if names else ()):
+        for index, (layer, attention) in enumerate(_evicting_layers(model) if names else ()):
             if "residual" in names:
                 handles.append(_before(layer, index, "residual", on_activation, passes))
             if "normed_hidden" in names:
@@ -98,8 +99,8 @@ class _Passes:
         return inside or self._cache is None
 
 
-def _layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
-    """The decoder layers in order, each with its attention."""
+def _evicting_layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
+    """The decoder layers that evict in order, each with its attention."""
     layers: dict[int, tuple[nn.Module, nn.Module]] = {}
     # Where they nearly always are; a walk through all modules takes longer than a small model's decode step can spare.
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -107,8 +108,8 @@ def _layers(model: PreTrainedModel) -> list[tuple[nn.Module, nn.Module]]:
         attention: Any = getattr(layer, "self_attn", None)
         if (index := getattr(attention, "layer_idx", None)) is not None:
             layers[index] = layer, attention
-    expected = range(model.config.get_text_config(decoder=True).num_hidden_layers)
-    if sorted(layers) != list(expected):
+    expected = [number for number, kind in enumerate(layer_kinds(model.config)) if kind.evicts]
+    if not layers.keys() >= set(expected):
         raise UserError(f"The layers of {type(model).__name__} are built in a way that hidden states cannot be read.")
     return [layers[index] for index in expected]
 

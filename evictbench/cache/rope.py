@@ -20,6 +20,7 @@ from torch import Tensor
 
 from evictbench.cache.probe import hand_over, takes_positions
 from evictbench.errors import UserError
+from evictbench.policy.layer_kinds import layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -82,7 +83,7 @@ def rotate_by_angles(states: Tensor, cos: Tensor, sin: Tensor, neighbours: bool 
 
 
 def rotations(model: PreTrainedModel, policy: str) -> list[Rotation | None]:
-    """How each layer of a model rotates its keys; None for a layer that does not.
+    """How each evicting layer of a model rotates its keys; None for a layer that does not.
 
     The model is asked: one token is read at position 0 and at a later one, and each layer's two keys are compared. It
     attends through evictbench afterwards. Raises UserError, with the policy's name, for a layer whose keys turn with
@@ -102,7 +103,11 @@ def _find_rotations(model: PreTrainedModel, policy: str) -> list[Rotation | None
     last = min(limit for limit in (PROBED + 1, getattr(text, "max_position_embeddings", None), fixed) if limit) - 1
     candidates = list(_candidates(model))
     found: list[Rotation | None] = []
-    for layer, (first, moved) in enumerate(zip(hand_over(model), hand_over(model, last), strict=True)):
+    handed, later = hand_over(model), hand_over(model, last)
+    for layer, kind in enumerate(layer_kinds(model.config)):
+        if not kind.evicts:
+            continue
+        first, moved = handed[layer], later[layer]
         tolerance = max(1e-3, 8 * torch.finfo(first.key.dtype).eps) * float(first.key.abs().max())
         shift = torch.full((1, 1, 1), last, device=first.key.device)
         for rotation in (None, *candidates):

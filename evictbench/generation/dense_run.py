@@ -27,7 +27,7 @@ class Everything(Policy):
 
 
 def watch_dense_run(model: PreTrainedModel, tokens: Sequence[int], watch: Watch) -> None:
-    """Read a text whole, with plain causal attention and nothing evicted, and show every layer to `watch`.
+    """Read a text whole, with plain causal attention and nothing evicted, and show every layer that evicts to `watch`.
 
     Memory is linear in the text where torch's attention kernel is. The model attends through evictbench afterwards.
     """

@@ -9,27 +9,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from evictbench.errors import UserError
+from evictbench.policy.layer_kinds import layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-PLAIN_LAYERS = {"full_attention", "attention"}
-
-LAYER_KINDS = {
-    "sliding_attention": "sliding-window attention",
-    "chunked_attention": "chunked attention",
-    "linear_attention": "linear attention",
-    "mamba": "linear attention",
-    "conv": "convolution",
-    "indexed_attention": "indexed sparse attention",
-}
-"""What to call the `layer_types` of configs. Kinds that are not listed are refused under their own name."""
-
 REFUSED_SETTINGS = {
-    "kv_lora_rank": "multi-head latent attention, whose cache has no keys and values per head",
     "num_kv_shared_layers": "layers that share the keys and values of others",
     "cross_attention_layers": "cross-attention layers",
-    "attn_logit_softcapping": "soft-capped attention logits",
 }
 """Config settings that change attention, or what its cache holds, when they are set."""
 
@@ -54,12 +41,16 @@ def check_supported(config: PretrainedConfig) -> None:
     kind = text.model_type
     if config.is_encoder_decoder:
         raise _refusal(kind, "it is an encoder-decoder")
-    odd = _odd_layers(text)
+    kinds = layer_kinds(config)
+    odd: dict[str, list[int]] = defaultdict(list)
+    for number, layer in enumerate(kinds):
+        if layer.holds is None or (layer.holds in ("window", "chunk") and layer.size is None):
+            odd[layer.name].append(number)
     if odd:
-        parts = [f"{len(layers)} have {what} ({_ranges(layers)})" for what, layers in odd.items()]
-        raise _refusal(kind, f"of its {text.num_hidden_layers} layers " + ", and ".join(parts))
-    if getattr(text, "is_heterogeneous", False):
-        raise _refusal(kind, "its layers differ from each other in shape")
+        parts = [f"{len(layers)} have `{what}` ({_ranges(layers)})" for what, layers in odd.items()]
+        raise _refusal(kind, f"of its {len(kinds)} layers " + ", and ".join(parts))
+    if not any(layer.evicts for layer in kinds):
+        raise _refusal(kind, "none of its layers attends to the whole text, so that there is nothing to evict")
     for setting, meaning in REFUSED_SETTINGS.items():
         if getattr(text, setting, None):
             raise _refusal(kind, f"it has {meaning} ({setting} is set in its config)")
@@ -95,7 +86,7 @@ _looked_at: WeakSet[PreTrainedModel] = WeakSet()
 
 def check_attention_interface(model_class: Any, kind: str) -> None:
     """Raise UserError for a model class whose attention cannot be replaced through transformers' interface."""
-    if not (getattr(model_class, "_supports_attention_backend", False) and model_class._can_set_attn_implementation()):
+    if not model_class._can_set_attn_implementation():
         raise _refusal(kind, "its attention does not go through transformers' attention interface")
 
 
@@ -186,26 +177,6 @@ def _check_model_class(config: PretrainedConfig) -> None:
         check_attention_interface(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.model_type)
     elif "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
         raise _refusal(config.model_type, "it is not a causal language model")
-
-
-def _odd_layers(text: Any) -> dict[str, list[int]]:
-    """The layers that are not plain attention, by what their kind is called."""
-    try:
-        window = getattr(text, "sliding_window", None)
-    except RuntimeError:  # set per layer
-        window = None
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
-    if not kinds:
-        # A window as long as the model's context never slides.
-        slides = window and getattr(text, "use_sliding_window", True) and window < context_window(text)
-        layers = getattr(text, "num_hidden_layers", 0)
-        kinds = ["sliding_attention" if slides else "full_attention"] * layers
-    odd: dict[str, list[int]] = defaultdict(list)
-    for layer, kind in enumerate(kinds):
-        if kind not in PLAIN_LAYERS:
-            name = LAYER_KINDS.get(kind, f"`{kind}`")
-            odd[f"{name} of {window} tokens" if kind == "sliding_attention" and window else name].append(layer)
-    return dict(odd)
 
 
 def _ranges(layers: list[int]) -> str:

@@ -1,8 +1,8 @@
 """What a policy's state costs: the entries by which it makes a budget smaller.
 
 The rule: the numbers that are held for a policy in one KV head of one layer, besides keys, values and positions, are
-charged as entries of 2 * head_dim numbers, whatever their dtype, and only whole entries count. What does not grow with
-the entries is charged once. What travels with each entry is charged with each.
+charged as entries of head_dim + value_dim numbers, whatever their dtype, and only whole entries count. What does not
+grow with the entries is charged once. What travels with each entry is charged with each.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def charge(
             fixed += Fraction(prod(tensor.size), sharing)
         elif not tensor.while_dense:
             per_entry += Fraction(tensor.width or 1, sharing)
-    entry = 2 * shape.head_dim
+    entry = shape.entry_numbers
     return Charge(int(fixed // entry), int(per_entry // entry))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from evictbench.policy.layer_kinds import layer_kinds
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -40,29 +42,56 @@ GROUP_DIM = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that a policy may depend on. hidden_size: width of the hidden states, 0 where not stated."""
+    """The sizes of a model that a policy may depend on: those of the layers that evict.
+
+    layers: how many layers evict; a policy sees no others, and counts them from 0. heads, kv_heads, head_dim: query
+    heads, KV heads and the width of a key of each. hidden_size: width of the hidden states, 0 where not stated.
+    value_dim: the width of a value, head_dim where it is 0. numbers: the number of each of the layers in the model,
+    where the model has others besides; without, they are all of its layers.
+    """
 
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     hidden_size: int = 0
+    value_dim: int = 0
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
         """Read from a transformers config."""
         text = config.get_text_config(decoder=True)
+        kinds = layer_kinds(config)
+        numbers = tuple(number for number, kind in enumerate(kinds) if kind.evicts)
+        if numbers and getattr(text, "is_heterogeneous", False):
+            text = text.per_layer_config[numbers[0]]
         heads = int(text.num_attention_heads)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         if getattr(text, "multi_query", False):  # GPTBigCode, whatever the number that stands beside it
             kv_heads = 1
+        if getattr(text, "kv_lora_rank", None):  # the cache holds a key and a value of each query head
+            kv_heads = heads
+        head_dim = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size // heads
+        value_dim = getattr(text, "v_head_dim", None) or head_dim
         return cls(
-            layers=int(text.num_hidden_layers),
+            layers=len(numbers),
             heads=heads,
             kv_heads=int(kv_heads),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            head_dim=int(head_dim),
             hidden_size=int(getattr(text, "hidden_size", None) or 0),
+            value_dim=int(value_dim) if value_dim != head_dim else 0,
+            numbers=numbers if len(numbers) < len(kinds) else (),
         )
+
+    @property
+    def entry_numbers(self) -> int:
+        """The numbers of one entry: its key and its value in one KV head."""
+        return self.head_dim + (self.value_dim or self.head_dim)
+
+    def number(self, layer: int) -> int:
+        """The number in the model of an evicting layer."""
+        return self.numbers[layer] if self.numbers else layer
 
     @property
     def group(self) -> int:

@@ -85,7 +85,7 @@ def _estimate(cell: SweepCell, measured: Sequence[MeasuredCell]) -> Estimate:
 def _token_bytes(plan: RunPlan) -> int:
     """Bytes of the keys and values of one token in all layers and KV heads."""
     shape = ModelShape.of(load.load_config(plan.source, plan.settings.trust_remote_code))
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * DTYPE_BYTES.get(plan.dtype, 4)
+    return shape.layers * shape.kv_heads * shape.entry_numbers * DTYPE_BYTES.get(plan.dtype, 4)
 
 
 def _entries(plan: RunPlan, planned: PlannedSample) -> tuple[int, int]:

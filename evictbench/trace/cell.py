@@ -74,7 +74,7 @@ class CellRunner:
         self.model = model
         self.memory = memory
         shape = ModelShape.of(model.config)
-        self.token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+        self.token_bytes = shape.layers * shape.kv_heads * shape.entry_numbers * model.dtype.itemsize
         self.weight_bytes = read_weight_bytes(model)
 
     def run(self, runner: ModelRunner, cell: TraceCell, text: TraceText, snapshot_every: int | None) -> CellResult:

@@ -179,7 +179,7 @@ class _Snapshot:
 
     def __init__(self, cache: SlotCache) -> None:
         self.cache = cache
-        self.buffers = [dict(layer.buffers) for layer in cache.layers]
+        self.buffers = [dict(layer.buffers) for layer in cache.evicting]
         self.held, self.seen = cache.rows[0].held, cache.rows[0].seen
         (placement,) = cache.placements
         self.positions = placement.positions.clone()
@@ -189,7 +189,7 @@ class _Snapshot:
     def restore(self) -> None:
         """Set the cache back."""
         cache = self.cache
-        for layer, buffers in zip(cache.layers, self.buffers, strict=True):
+        for layer, buffers in zip(cache.evicting, self.buffers, strict=True):
             layer.buffers = dict(buffers)
         (placement,) = cache.placements
         placement.positions, placement.state = self.positions, dict(self.state)
@@ -199,7 +199,7 @@ class _Snapshot:
     def compact(self, slots: Tensor) -> None:
         """Keep only these slots of the cache, in new buffers."""
         index = slots.view(1, 1, -1)
-        for layer in self.cache.layers:
+        for layer in self.cache.evicting:
             layer.compact(None, index.to(layer.buffers["keys"].device), len(slots))
         (placement,) = self.cache.placements
         placement.compact(None, index.to(placement.device), len(slots))

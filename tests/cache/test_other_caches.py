@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
 }
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": WINDOWS}
-"""One family without sliding windows, and one with them, of which no cache of ours can be made: `use` is called."""
+"""One family without sliding windows, and one with them."""
 
 TEXT = torch.randint(1, 97, (1, 20), generator=torch.Generator().manual_seed(0))
 TWO = torch.randint(1, 97, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -138,13 +138,10 @@ def model_of(family: str = "llama") -> Any:
 
 
 def used(family: str) -> Any:
-    """The same after a cache of ours has come and gone, or after its attention has been set at least."""
+    """The same after a cache of ours has come and gone."""
     model = model_of(family)
-    if "sliding_window" in FAMILIES[family]:
-        attention.use(model)
-    else:
-        generate(model, cache=EvictionCache(model, "h2o", budget=8))
-        gc.collect()
+    generate(model, cache=EvictionCache(model, "h2o", budget=8))
+    gc.collect()
     assert model.config._attn_implementation == attention.NAME
     return model
 
@@ -254,7 +251,7 @@ def test_gradient_checkpointing_leaves_out_a_new_cache_of_ours() -> None:
         (
             {"max_position_embeddings": 16, "sliding_window": 16},
             {},
-            "to the last 16 tokens, and the text has 20",
+            "attends with sliding_window=16",
         ),
         ({"max_position_embeddings": 20, "sliding_window": 20}, {}, None),
     ],

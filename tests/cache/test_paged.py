@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evictbench.cache.base import ByteCounter
+from evictbench.cache.buffers import ByteCounter
 from evictbench.cache.paged.attention import Checked, attend_chunk, attend_decode, attend_with_flex
 from evictbench.cache.paged.pool import PAGE, SPARE, PagePool
 from evictbench.cache.paged.stack import StackedPools

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evictbench.cache.base import ByteCounter
+from evictbench.cache.buffers import ByteCounter
 from evictbench.cache.paged.attention import attend_with_flex, by_page
 from evictbench.cache.paged.pool import PagePool
 from evictbench.cache.paged.stack import StackedPools

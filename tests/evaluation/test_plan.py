@@ -90,7 +90,7 @@ def test_a_results_folder_that_is_not_ours_is_refused(settings, tmp_path):
         make_plan(changed(settings, out=tmp_path))
 
 
-def test_a_model_with_sliding_window_layers_is_refused(settings, tmp_path):
+def test_a_model_of_which_nothing_can_be_evicted_is_refused(settings, tmp_path):
     from transformers import Qwen3Config
 
     folder = make_model(tmp_path / "slides", weights=False)
@@ -105,10 +105,10 @@ def test_a_model_with_sliding_window_layers_is_refused(settings, tmp_path):
         max_position_embeddings=512,
         sliding_window=64,
         use_sliding_window=True,
-        max_window_layers=2,
+        max_window_layers=0,
         architectures=["Qwen3ForCausalLM"],
     ).save_pretrained(folder)
-    with pytest.raises(UserError, match="sliding-window"):
+    with pytest.raises(UserError, match="nothing to evict"):
         make_plan(changed(settings, model=str(folder)))
 
 

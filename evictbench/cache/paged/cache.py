@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from evictbench.cache.attention import Unsupported
 from evictbench.cache.base import KVCache
 from evictbench.cache.forward_plan import ForwardPlan
 from evictbench.cache.paged.layer import PagedLayer
 from evictbench.cache.paged.pool import PagePool
 from evictbench.cache.paged.stack import StackedPools
 from evictbench.cache.rows import Sequence
+from evictbench.cache.softmax import Softmax
 from evictbench.policy.ragged import PagedPolicy
 from evictbench.policy.step import EMPTY, Activation, NewEntries
 
@@ -35,7 +37,7 @@ class PagedCache(KVCache):
     bytes held are at most 1.15 times those of the kept keys and values where heads keep 150 entries or more on average.
     """
 
-    layers: list[PagedLayer]
+    evicting: list[PagedLayer]
     policy: PagedPolicy
 
     def __init__(
@@ -74,7 +76,7 @@ class PagedCache(KVCache):
     def pools(self) -> dict[torch.device, dict[int, PagePool]]:
         """The pools of each device, by layer."""
         pools: dict[torch.device, dict[int, PagePool]] = {}
-        for layer in self.layers:
+        for layer in self.evicting:
             if layer.pool is not None:
                 pools.setdefault(layer.pool.device, {})[layer.index] = layer.pool
         return pools
@@ -102,17 +104,17 @@ class PagedCache(KVCache):
     def entries_held(self) -> tuple[Tensor | float, Tensor | float]:
         """Entries that the next query sees without its own, the most and the mean over KV heads."""
         owners = len(self.rows) * self.shape.kv_heads
-        pools = [layer.pool for layer in self.layers if layer.pool is not None]
+        pools = [layer.pool for layer in self.evicting if layer.pool is not None]
         visible = torch.stack([pool.visible[:owners].to(pools[0].device) for pool in pools])
         return visible.amax(), visible.double().mean()
 
-    def nbytes(self) -> int:
-        """Bytes of everything held: keys, values, positions, expiries, and the owners of pages."""
-        return sum(layer.nbytes() for layer in self.layers)
+    def evictable_bytes(self) -> int:
+        """Bytes held in the layers that evict: keys, values, positions, expiries, and the owners of pages."""
+        return sum(layer.nbytes() for layer in self.evicting)
 
     def row_bytes(self, row: int) -> int:
         """Bytes of one row's part of what is held, in proportion to its pages in use."""
-        return sum(layer.pool.bytes_of(self.owners(row)) for layer in self.layers if layer.pool is not None)
+        return sum(layer.pool.bytes_of(self.owners(row)) for layer in self.evicting if layer.pool is not None)
 
     # Activations that the policy reads.
 
@@ -152,6 +154,12 @@ class PagedCache(KVCache):
             decodes=self.prompt_done,
             ends_prompt=ends_prompt,
         )
+
+    def plain_scaling(self, softmax: Softmax) -> float:
+        """The scaling of a layer's logits. Raises Unsupported where they are capped or have sinks."""
+        if not softmax.plain:
+            raise Unsupported(f"its logits are capped or have sinks, which {self.policy.name}'s pages do not know")
+        return softmax.scaling
 
     @abstractmethod
     def decodes_in_pages(self, plan: ForwardPlan) -> bool:
@@ -221,12 +229,13 @@ class PagedCache(KVCache):
     def admit(self, prompt: PagedCache) -> int:
         """Copy the pages of a one-row cache into the pools of the next free row; returns that row."""
         index = self.next_free_row()
-        for source, target in zip(prompt.layers, self.layers, strict=True):
+        for source, target in zip(prompt.evicting, self.evicting, strict=True):
             assert source.pool is not None
             if target.pool is None:
                 target.pool = self.new_pool(self.row_capacity or 1, source.pool.buffers["keys"])
             target.pool.copy_from(source.pool, self.owners(index).start)
         (row,) = prompt.rows
+        self.admit_fixed(prompt, index)
         self.rows.append(Sequence(row.seen, row.held, row.prompt, threshold=row.threshold, budget=row.budget))
         self.columns = max(self.columns, prompt.columns)
         self.prompt_done = True
@@ -235,9 +244,10 @@ class PagedCache(KVCache):
     def release(self, row: int) -> None:
         """End the sequence in a row: its pages are freed, and the last row's owners take its place."""
         last = len(self.rows) - 1
-        for layer in self.layers:
+        for layer in self.evicting:
             if layer.pool is not None:
                 layer.pool.move_owners(self.owners(last).start, self.owners(row).start, self.shape.kv_heads)
+        self.release_fixed(row)
         self.rows[row] = self.rows[last]
         self.rows.pop()
 

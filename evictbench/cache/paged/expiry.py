@@ -20,6 +20,7 @@ from evictbench.cache.paged.cache import PagedCache, at_row
 from evictbench.cache.paged.layer import PagedLayer
 from evictbench.cache.paged.pool import PagePool
 from evictbench.cache.paged.stack import StackedPools
+from evictbench.cache.softmax import Softmax
 from evictbench.policy.ragged import RaggedPolicy
 from evictbench.policy.step import Activation, NewEntries
 
@@ -65,7 +66,7 @@ class ExpiryCache(PagedCache):
 
     def held_entries(self, layer: int, row: int) -> list[tuple[Tensor, Tensor]]:
         """Positions and expiry of all entries that a row has in the layer's pages, by KV head."""
-        pool = self.layers[layer].pool
+        pool = self.evicting[layer].pool
         assert pool is not None
         return [(pool.entries(owner, "positions"), pool.entries(owner, "expiry")) for owner in self.owners(row)]
 
@@ -99,9 +100,10 @@ class ExpiryCache(PagedCache):
             self._decoding[device] = DecodePass(stack, positions, before, by_layer, bias)
 
     def attend(
-        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attend in pages if each row has one new token, else chunk by chunk. The output is shaped like query."""
+        scaling = self.plain_scaling(softmax)
         new = replace(
             self.new_entries(layer.index, plan, keys, values),
             activation=self.take_activation(layer.index, keys.device),

@@ -27,6 +27,7 @@ from evictbench.cache.paged.prefill import drop_hidden, move_into_pages, read_ch
 from evictbench.cache.paged.prompt import Prompt
 from evictbench.cache.paged.stack import StackedPools
 from evictbench.cache.rows import RowBudget
+from evictbench.cache.softmax import Softmax
 from evictbench.errors import UserError
 from evictbench.policy.ragged import HeadBudgetPolicy
 from evictbench.policy.step import NewEntries, SlotTensor
@@ -79,9 +80,9 @@ class HeadBudgetCache(PagedCache):
 
     def held_entries(self, layer: int, row: int) -> list[tuple[Tensor, Tensor]]:
         """Positions and expiry of a row's entries, by KV head, without centroids and the entry to be replaced next."""
-        if (prompt := self.layers[layer].prompts.get(row)) is not None:
+        if (prompt := self.evicting[layer].prompts.get(row)) is not None:
             return list(zip(prompt.held("positions"), prompt.held("expiry"), strict=True))
-        pool = self.layers[layer].pool
+        pool = self.evicting[layer].pool
         assert pool is not None
         heads: list[tuple[Tensor, Tensor]] = []
         for owner in self.owners(row):
@@ -92,7 +93,7 @@ class HeadBudgetCache(PagedCache):
 
     def entries_held(self) -> tuple[Tensor | float, Tensor | float]:
         """The most and the mean entries of a KV head: while prompts are read those held, later those seen next."""
-        plain = [prompt.length for layer in self.layers for prompt in layer.prompts.values()]
+        plain = [prompt.length for layer in self.evicting for prompt in layer.prompts.values()]
         return (max(plain), sum(plain) / len(plain)) if plain else super().entries_held()
 
     def decodes_in_pages(self, plan: ForwardPlan) -> bool:
@@ -137,9 +138,10 @@ class HeadBudgetCache(PagedCache):
     # Attention.
 
     def attend(
-        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: PagedLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attend over plain tensors while prompts are read, then in pages. The output is shaped like query."""
+        scaling = self.plain_scaling(softmax)
         new = replace(
             self.new_entries(layer.index, plan, keys, values),
             activation=self.take_activation(layer.index, keys.device),
@@ -234,7 +236,7 @@ class HeadBudgetCache(PagedCache):
                 self._drop_hidden(plan, plan.seen)
                 return
             self._drop_hidden(plan, [seen - 1 for seen in plan.seen])
-            for layer in self.layers:
+            for layer in self.evicting:
                 owners = [self.owners(row) for row in range(plan.rows)]
                 move_into_pages(self.policy, layer, owners, self._budgets(), tuple(self.slot_tensors))
         elif plan.single:
@@ -285,7 +287,7 @@ class HeadBudgetCache(PagedCache):
             if dropped <= 0:
                 continue
             by_device: dict[torch.device, list[Prompt]] = {}
-            for layer in self.layers:
+            for layer in self.evicting:
                 prompt = layer.prompts[index]
                 by_device.setdefault(prompt.buffers["keys"].device, []).append(prompt)
             for prompts in by_device.values():

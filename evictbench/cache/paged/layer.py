@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evictbench.cache.base import CacheLayer, KVCache
+from evictbench.cache.base import KVCache
+from evictbench.cache.layers import EvictingLayer
 
 if TYPE_CHECKING:
     from evictbench.cache.paged.pool import PagePool
     from evictbench.cache.paged.prompt import Prompt
 
 
-class PagedLayer(CacheLayer):
+class PagedLayer(EvictingLayer):
     """The pages of one layer.
 
     pool: made when the first entries come into pages. prompts: by row, what the layer holds of a prompt that lies plain

@@ -16,7 +16,7 @@ from torch import Tensor
 from evictbench.policy.step import EMPTY
 
 if TYPE_CHECKING:
-    from evictbench.cache.base import ByteCounter
+    from evictbench.cache.buffers import ByteCounter
     from evictbench.policy.step import SlotTensor
 
 PAGE = 16

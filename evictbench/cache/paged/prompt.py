@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evictbench.cache.base import storage_bytes
+from evictbench.cache.buffers import storage_bytes
 from evictbench.cache.kernels import probabilities
 from evictbench.cache.selection import in_slot_order
+from evictbench.cache.softmax import Softmax
 
 if TYPE_CHECKING:
-    from evictbench.cache.base import ByteCounter
+    from evictbench.cache.buffers import ByteCounter
     from evictbench.cache.paged.centroids import Means
 
 
@@ -134,4 +135,4 @@ def attend_prompt(
 def last_mass(prompt: Prompt, query: Tensor, scaling: float) -> Tensor:
     """The softmax of one query `[heads, 1, head_dim]` over all entries, mean over the query heads of a KV head:
     `[kv_heads, slots]`, float32 or wider."""
-    return probabilities(query[None], prompt.held("keys")[None], None, scaling)[0, :, :, 0].mean(1)
+    return probabilities(query[None], prompt.held("keys")[None], None, Softmax(scaling))[0, :, :, 0].mean(1)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from evictbench.cache.base import GROWTH_BLOCK, KVCache
+from evictbench.cache.base import KVCache
+from evictbench.cache.buffers import GROWTH_BLOCK
 from evictbench.cache.forward_plan import ForwardPlan
 from evictbench.cache.rope import SinkShift, inverse_frequencies, rotations
 from evictbench.cache.rows import Sequence
@@ -27,6 +28,7 @@ from evictbench.policy.step import NewEntries, Signals, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from evictbench.cache.softmax import Softmax
     from evictbench.policy.budget import Budget
 
 
@@ -37,7 +39,7 @@ class SlotCache(KVCache):
     attention whose probabilities the policy does not read is not computed: a pass from a recording.
     """
 
-    layers: list[SlotLayer]
+    evicting: list[SlotLayer]
     policy: Policy
     output_unread = False
 
@@ -62,7 +64,7 @@ class SlotCache(KVCache):
         """Forget every sequence and free every slot."""
         super().reset()
         self.placements: list[Placement] = []
-        self.eviction = Eviction(self.policy, self.layers, self.placements, self.bytes)
+        self.eviction = Eviction(self.policy, self.evicting, self.placements, self.bytes)
         self.shift = None
         if self.rotations is not None:
             self.shift = SinkShift(self.rotations, self.policy.sinks)
@@ -96,10 +98,10 @@ class SlotCache(KVCache):
         held = [row.held for row in self.rows]
         return max(held), sum(held) / len(held)
 
-    def nbytes(self) -> int:
-        """Bytes of everything held: keys, values, positions, the policy's state."""
+    def evictable_bytes(self) -> int:
+        """Bytes held in the layers that evict: keys, values, positions, the policy's state."""
         return (
-            sum(layer.nbytes() for layer in self.layers)
+            sum(layer.nbytes() for layer in self.evicting)
             + sum(placement.nbytes() for placement in self.placements)
             + (self.shift.nbytes() if self.shift is not None else 0)
         )
@@ -141,11 +143,11 @@ class SlotCache(KVCache):
         if not plan.single:
             self.compact()
         elif self.shift is not None and not plan.dense:
-            held = [layer.buffers.get("keys") for layer in self.layers]
+            held = [layer.buffers.get("keys") for layer in self.evicting]
             self.bytes.add(self.shift.begin(held, plan.sink_shifts()))
 
     def attend(
-        self, layer: SlotLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float
+        self, layer: SlotLayer, plan: ForwardPlan, query: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
     ) -> Tensor:
         """Write a layer's new entries, attend, show the policy its signals, and evict."""
         step = self._view(layer, plan, self._write(layer, plan, keys, values))
@@ -158,7 +160,7 @@ class SlotCache(KVCache):
             plan=plan,
             step=step,
             query=query,
-            scaling=scaling,
+            softmax=softmax,
             bias=visibility(plan, step, expiry, shared=len(self.placements) == 1),
             shift=self.shift,
             clock=self.clock,
@@ -259,7 +261,7 @@ class SlotCache(KVCache):
             row.freed_slot = plan.one_out and target is not None
         super().close(plan)
         if self.prompt_done:
-            for layer in self.layers:
+            for layer in self.evicting:
                 layer.end_prompt(keep_queries=self.policy.window_in_decode)
         if self.shift is not None:
             self.shift.end()
@@ -272,8 +274,8 @@ class SlotCache(KVCache):
         """Slots for the pass: exactly as many as will be needed where that is known, else in blocks."""
         rows = max(self.row_capacity or 0, plan.rows)
         needed = max(plan.before) + plan.queries
-        if self.placements and self.layers[0].buffers:
-            buffer = self.layers[0].buffers["keys"]
+        if self.placements and self.evicting[0].buffers:
+            buffer = self.evicting[0].buffers["keys"]
             if buffer.shape[2] >= needed and buffer.shape[0] >= rows:
                 return
         bound = max(entries[-1] for entries in plan.entries) - 1 + plan.queries
@@ -304,18 +306,18 @@ class SlotCache(KVCache):
             self.bytes.add(-placement.nbytes())
             placement.resize(rows, capacity)
             self.bytes.add(placement.nbytes())
-        for layer in self.layers:
+        for layer in self.evicting:
             if layer.buffers:
                 layer.resize(rows, capacity, layer.buffers["keys"], self.dense and not self.prompt_done)
 
     def compact(self) -> None:
         """Before a chunk: fill the slots that decode has freed, and put the sinks' keys back as they were cached."""
         if self.shift is not None:
-            self.shift.restore([layer.buffers.get("keys") for layer in self.layers])
+            self.shift.restore([layer.buffers.get("keys") for layer in self.evicting])
         if not any(row.freed_slot for row in self.rows):
             return
         held = [row.held for row in self.rows]
-        for layer in self.layers:
+        for layer in self.evicting:
             placement = self.placement(layer.index)
             device = layer.buffers["keys"].device
             free = placement.free[: len(held)].to(device)
@@ -333,11 +335,11 @@ class SlotCache(KVCache):
         prompt.compact()
         self.prompt_done = True
         (source_row,) = prompt.rows
-        held, like = source_row.held, prompt.layers[0].buffers["keys"]
-        if not (self.layers[0].buffers and self.layers[0].capacity > held):
+        held, like = source_row.held, prompt.evicting[0].buffers["keys"]
+        if not (self.evicting[0].buffers and self.evicting[0].capacity > held):
             entries = prompt.allowance(source_row, source_row.seen + 1) if self.has_fixed_size else 0
             self.reserve(self.row_capacity or 1, entries if entries > held else blocks(held + 1), like)
-        for source, target in zip(prompt.layers, self.layers, strict=True):
+        for source, target in zip(prompt.evicting, self.evicting, strict=True):
             placement = self.placement(target.index)
             if not target.buffers:
                 keys = source.buffers["keys"]
@@ -353,6 +355,7 @@ class SlotCache(KVCache):
         labels = source_row.labels
         if labels is not None and labels[0].shape[1] <= source_row.seen:
             labels = None  # none is left for the tokens that come
+        self.admit_fixed(prompt, index)
         self.rows.append(Sequence(source_row.seen, held, source_row.prompt, labels=labels))
         return index
 
@@ -360,12 +363,13 @@ class SlotCache(KVCache):
         """End the sequence in a row: the slots of the last row are copied over it."""
         last = len(self.rows) - 1
         if row != last:
-            for layer in self.layers:
+            for layer in self.evicting:
                 layer.copy_row(layer, last, row, layer.capacity)
             for placement in self.placements:
                 placement.copy_row(placement, last, row, placement.capacity)
             if self.shift is not None:
                 self.shift.move_row(last, row)
+        self.release_fixed(row)
         self.rows[row] = self.rows[last]
         self.rows.pop()
 

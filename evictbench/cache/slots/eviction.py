@@ -19,7 +19,7 @@ from evictbench.cache.selection import best, in_slot_order, worst
 from evictbench.policy.tiles import ELEMENTS_AT_ONCE
 
 if TYPE_CHECKING:
-    from evictbench.cache.base import ByteCounter
+    from evictbench.cache.buffers import ByteCounter
     from evictbench.cache.forward_plan import ForwardPlan
     from evictbench.cache.slots.layer import SlotLayer
     from evictbench.cache.slots.placement import Placement

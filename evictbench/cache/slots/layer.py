@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from evictbench.cache.base import CacheLayer, KVCache, counted, storage_bytes
+from evictbench.cache.base import KVCache
+from evictbench.cache.buffers import counted, storage_bytes
+from evictbench.cache.layers import EvictingLayer
 
 if TYPE_CHECKING:
     from evictbench.cache.forward_plan import ForwardPlan
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from evictbench.policy.step import NewEntries
 
 
-class SlotLayer(CacheLayer):
+class SlotLayer(EvictingLayer):
     """The slots of one layer.
 
     buffers: "keys" and "values" `[rows, kv_heads, capacity, head_dim]` as cached (rotated, not repeated for grouped
@@ -45,7 +47,7 @@ class SlotLayer(CacheLayer):
         """
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype, float]] = {
             "keys": ((self.shape.head_dim,), like.dtype, 0.0),
-            "values": ((self.shape.head_dim,), like.dtype, 0.0),
+            "values": ((self.shape.value_dim or self.shape.head_dim,), like.dtype, 0.0),
         }
         for name, declared in self.slot_tensors.items():
             if dense or not declared.while_dense:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from evictbench.cache.base import counted
+from evictbench.cache.buffers import counted
 from evictbench.policy.step import EMPTY, MemoryTensor, SlotTensor
 
 

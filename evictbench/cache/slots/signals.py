@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from evictbench.cache.clock import Clock
     from evictbench.cache.forward_plan import ForwardPlan
     from evictbench.cache.slots.layer import SlotLayer
+    from evictbench.cache.softmax import Softmax
     from evictbench.policy.base import Policy
     from evictbench.policy.step import Step
 
@@ -37,7 +38,7 @@ class LayerAttention:
     plan: ForwardPlan
     step: Step
     query: Tensor
-    scaling: float
+    softmax: Softmax
     bias: Tensor | None
     shift: SinkShift | None
     clock: Clock
@@ -63,7 +64,7 @@ class LayerAttention:
         self.clock.lap(ATTENTION, device)
         if "last_query_probs" in wanted and plan.cuts and not plan.single:
             last = None if self.bias is None else self.bias[:, :, -1:]
-            probs = probabilities(query[:, :, -1:], step.keys, last, self.scaling)
+            probs = probabilities(query[:, :, -1:], step.keys, last, self.softmax)
             signals.last_query_probs = probs[:, :, :, 0]
             self.clock.lap(SIGNALS, device)
         if "recent_probs" in wanted:
@@ -71,35 +72,35 @@ class LayerAttention:
         return output
 
     def _attend(self, sinks: tuple[int, Tensor] | None) -> Tensor:
-        plan, step, query, bias, scaling = self.plan, self.step, self.query, self.bias, self.scaling
+        plan, step, query, bias, softmax = self.plan, self.step, self.query, self.bias, self.softmax
         wanted, signals = self.policy.signals, step.signals
         reads_decode = "mass" in wanted or "recent_probs" in wanted or ("last_query_probs" in wanted and plan.cuts)
         if plan.single and reads_decode:
-            output, probs = attend_one(query, step.keys, step.values, bias, scaling)
+            output, probs = attend_one(query, step.keys, step.values, bias, softmax)
             self.decoded = probs
             for name in wanted & {"mass", "last_query_probs"}:
                 setattr(signals, name, probs)
             return output
-        if "mass" in wanted or sinks is not None:
+        if self.unread and "mass" not in wanted and sinks is None:
+            return query
+        if "mass" in wanted or sinks is not None or not softmax.plain:
             output, signals.mass = attend_and_observe(
                 query,
                 step.keys,
                 step.values,
                 bias,
-                scaling,
+                softmax,
                 sinks=sinks,
                 causal_from=max(plan.before) if plan.level else None,
                 observe="mass" in wanted,
                 real=None if plan.real is None else plan.real.to(query.device),
             )
             return output
-        if self.unread:
-            return query
         # A bias per kept set becomes one per query head; a first chunk needs none but causality.
         mask = bias if bias is None or bias.shape[1] == 1 else bias.repeat_interleave(step.shape.group, dim=1)
         causal = bias is None and not plan.single
         return F.scaled_dot_product_attention(
-            query, step.keys, step.values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+            query, step.keys, step.values, attn_mask=mask, is_causal=causal, scale=softmax.scaling, enable_gqa=True
         )
 
     def _sink_queries(self) -> tuple[int, Tensor] | None:
@@ -125,7 +126,7 @@ class LayerAttention:
         visible = (step.positions[:, :, None] <= positions[:, None, :, None]) & (step.positions[:, :, None] >= 0)
         exists = positions >= 0
         visible = visible | ~exists[:, None, :, None]
-        probs = probabilities(queries[: plan.rows], step.keys, additive(visible, step.keys.dtype), self.scaling)
+        probs = probabilities(queries[: plan.rows], step.keys, additive(visible, step.keys.dtype), self.softmax)
         return probs * exists[:, None, None, :, None]
 
     def recent_probs(self, count: int, before: int = 0) -> Tensor:
@@ -149,7 +150,7 @@ class LayerAttention:
                 if bias is None:
                     causal = torch.arange(slots, device=device) <= torch.arange(first, last, device=device)[:, None]
                     bias = additive(causal[None, None], step.keys.dtype)
-                probs = probabilities(query[:, :, first:last], step.keys, bias, self.scaling)
+                probs = probabilities(query[:, :, first:last], step.keys, bias, self.softmax)
             if plan.real is not None:
                 probs = probs * plan.real.to(device)[:, None, None, first:last, None]
             result[:, :, :, first + missing : last + missing] = probs
