@@ -8,10 +8,18 @@ from plot.plot_records import sample, write_run
 
 from evictbench.errors import UserError
 from evictbench.gate.published import against_published
+from evictbench.gate.retention import Retention
 from evictbench.store import published as module
 
 BASE = {"name": "org/Tiny", "sha256": "sha256:0", "policy": "streaming_llm"}
 SCORER = {"sha256": "scorer 1", "variant": ""}
+
+
+@pytest.fixture(autouse=True)
+def _verdicts_alone(monkeypatch):
+    """What is said beside a verdict takes most of the time, and is tested elsewhere."""
+    monkeypatch.setattr(Retention, "interval", lambda self: None)
+    monkeypatch.setattr(Retention, "documents_needed", lambda *_: 1)
 
 
 def lines(scores, task="niah"):

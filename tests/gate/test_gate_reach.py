@@ -8,7 +8,7 @@ from plot.plot_records import sample, write_run
 from evictbench.gate.arms import read_runs
 from evictbench.gate.published import matched
 from evictbench.gate.wanted import is_score, missing, preset_tasks, wanted
-from evictbench.registry import POLICIES, SUITES, names, parse_policy
+from evictbench.registry import POLICIES, names, parse_policy
 from evictbench.store.published import read_published
 
 SEEDS = ("2607.05061", "IndexMem++", "2608.08878")
@@ -33,7 +33,7 @@ def runs_of(entry):
     stated = run.protocol
     policy = parse_policy(run.policy)
     for suite, asked in run.suites.items():
-        tasks = tuple(asked) or preset_tasks(entry, suite) or ("hmmt_feb25", "hmmt_nov25")
+        tasks = tuple(asked) or preset_tasks(entry, suite)
         named = ("context", "question", "temperature", "top_p", "top_k")
         protocol = {"context": None, "question": "seen"} | {name: stated[name] for name in named if name in stated}
         protocol |= {"thoughts": bool(stated.get("thinking")), "chat": bool(stated.get("chat"))}
@@ -99,17 +99,16 @@ def test_each_number_is_paired_with_the_run_that_it_is_about_and_with_no_other(s
 def test_what_no_run_can_match_is_listed_with_the_reason(scores):
     """The numbers are those that stand in docs and README: a change of one is a change of those."""
     reasons = Counter(reason for entry in scores if (reason := missing(entry)) is not None)
-    hmmt = {} if "hmmt" in names(SUITES) else {"No suite here is hmmt.": 80}
     no_policy = {reason: count for reason, count in reasons.items() if reason.startswith("No policy here is ")}
     assert (no_policy["No policy here is ForesightKV."], no_policy["No policy here is RLKV."]) == (17, 17)
     assert sum(no_policy.values()) == 17 + 17 + 6 + 18
-    assert {reason: count for reason, count in reasons.items() if reason not in no_policy} == hmmt | {
+    assert {reason: count for reason, count in reasons.items() if reason not in no_policy} == {
         "No suite here is livecodebench_v6.": 7,
         "The paper names no one model (not stated, a pilot configuration).": 9,
         "The paper does not state its budget.": 1,
         "Evicted entries are only masked there, and may return; a run here frees them.": 2,
     }
     ours = [entry for entry in scores if wanted(entry).policy_name in names(POLICIES)]
-    matchable = sum(missing(entry) is None for entry in ours) + sum(hmmt.values())
+    matchable = sum(missing(entry) is None for entry in ours)
     assert (matchable, len(ours), len(scores)) == (191, 210, 268)
     assert matchable / len(ours) > 0.85
