@@ -167,11 +167,7 @@ def test_panels_have_a_legend_and_nothing_touches(tmp_path):
     for drawing in drawings(PlotRequest(root, by="task"), None, pytest.fail):
         figure = drawing.draw(drawing.numbers)
         titles = [axes.get_title("left").partition(",")[0] for axes in figure.axes]
-<<<<<<< HEAD
         assert list(dict.fromkeys(titles)) == ["fwe", "niah", "qa", "vt"]
-=======
-        assert titles == ["fwe", "niah", "qa", "vt"] * (3 if drawing.name.startswith("answers") else 1)
->>>>>>> w-measures
         assert_nothing_touches(figure)
 
 
