@@ -34,7 +34,7 @@ def policies() -> list[Row]:
             "learned": policy.learned,
             "prefill": policy.prefill,
             "shares": getattr(policy, "granularity", "head"),
-            "signals": sorted(getattr(policy, "signals", ())),
+            "signals": sorted(getattr(policy(default), "signals", ())),
         }
 
     return [_or_error(row, name) for name in registry.names(registry.POLICIES)]

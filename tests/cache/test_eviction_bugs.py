@@ -204,7 +204,8 @@ def test_a8_keys_are_cached_once_per_kv_head(policy: Policy) -> None:
     expected += placements * sets * (slots * 4 + 8)
     for tensor in policy.slot_state(shape).values():
         expected += shape.layers * shape.kv_heads * slots * max(1, tensor.width) * tensor.dtype.itemsize
-    expected += shape.layers * shape.heads * policy.window * shape.head_dim * 8
+    if policy.window_in_decode:
+        expected += shape.layers * shape.heads * policy.window * shape.head_dim * 8
     if policy.reindexed_sinks:
         expected += shape.layers * shape.kv_heads * policy.sinks * shape.head_dim * 8
     assert cache.nbytes() == expected

@@ -28,6 +28,7 @@ def plan_of(own: Any = None) -> Any:
         checked=SimpleNamespace(
             budget=Budget.parse("12"),
             suite=SimpleNamespace(name="toy", generator=own),
+            recency=None,
             chosen=SimpleNamespace(label="h2o"),
         ),
         policy=H2O(),

@@ -15,7 +15,12 @@ def cell(name: str, kind: str, values: list[float], bound: bool = True) -> Any:
         kind=kind,
         budget=None if kind == "full" else "128",
         title=name if kind == "full" else f"{name} at 128",
-        plan=SimpleNamespace(folder=Path(__file__), policy=SimpleNamespace(enforces_budget=bound)),
+        plan=SimpleNamespace(
+            folder=Path(__file__),
+            policy=SimpleNamespace(enforces_budget=bound),
+            settings=SimpleNamespace(prefill="dense"),
+            checked=SimpleNamespace(protocol=SimpleNamespace(question="seen")),
+        ),
         values=lambda metric: {("gsm8k", number, 0): value for number, value in enumerate(values)},
     )
 
