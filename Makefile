@@ -69,7 +69,7 @@ gate: model
 	printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I PART $(BIN)/python -m studies.exact --part PART
 	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact --suite fidelity
 	$(BIN)/evictbench gate results/runs/exact --baseline results/reference/exact --exact
-	printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I PART $(BIN)/python -m studies.reference --suites ruler --policies $(HELD) --budgets 256 --limit 3 --part PART --out results/runs/reference-check
+	printf '1/2\n2/2\n' | OMP_NUM_THREADS=1 xargs -P 2 -I PART $(BIN)/python -m studies.reference --suites ruler --policies $(HELD) --budgets 256 --prefill dense --limit 3 --part PART --out results/runs/reference-check
 	$(BIN)/evictbench gate results/runs/reference-check --baseline results/reference/bundled --paired --suite ruler --policy $(HELD) --budget 256
 
 bench: setup
